@@ -1,0 +1,158 @@
+"""Deterministic small Llama 4 text models, saved as real checkpoints.
+
+Every weight is drawn from a generator seeded by the model's seed and the parameter's own name, so the same parameters
+give the same bytes whatever order a library initialises them in. Scales are chosen so that attention spreads over
+several tokens and dominates the residual stream: a block that was not loaded moves the logits by whole nats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GENERATOR_VERSION = 1
+MARKER = "kvmatrix-checkpoint.json"
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """Parameters of one model; ``layers`` has ``c`` for a chunked-local layer and ``f`` for a full one, in order."""
+
+    chunk: int = 64
+    layers: str = "cf"
+    vocab_size: int = 512
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 512
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """First 16 hex digits of the sha256 of the parameters: the checkpoint's folder name."""
+        text = json.dumps([GENERATOR_VERSION, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _std(name: str, shape: tuple[int, ...]) -> float:
+    """Standard deviation for a weight matrix [fan_out, fan_in], by its role."""
+    if "embed_tokens" in name:
+        return 1.0
+    fan_in = shape[-1]
+    gain = {"q_proj": 1.6, "k_proj": 1.6, "o_proj": 2.0, "lm_head": 4.0}
+    role = next((r for r in gain if r in name), "")
+    return gain.get(role, 1.0) / math.sqrt(fan_in)
+
+
+def _fill(model: Any, seed: int) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)  # norms
+                continue
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(values * _std(name, tuple(parameter.shape)))
+
+
+def _config(spec: CheckpointSpec) -> Any:
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        intermediate_size_mlp=spec.intermediate_size,
+        num_hidden_layers=len(spec.layers),
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        moe_layers=[],
+        interleave_moe_layer_step=len(spec.layers) + 1,
+        attention_chunk_size=spec.chunk,
+        no_rope_layers=[1 if kind == "c" else 0 for kind in spec.layers],
+        use_qk_norm=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def ensure(params: Mapping[str, Any], cache: str | os.PathLike[str]) -> str:
+    """Path of the checkpoint with ``params`` (fields of :class:`CheckpointSpec`), made if it is not in ``cache``.
+
+    Raises:
+        TypeError: an unknown parameter.
+        ValueError: ``layers`` has other letters than ``c`` and ``f``.
+    """
+    spec = CheckpointSpec(**params)
+    if not spec.layers or set(spec.layers) - {"c", "f"}:
+        raise ValueError(f"layers must be of 'c' and 'f', not {spec.layers!r}")
+    target = Path(cache) / spec.key
+    if (target / MARKER).exists():
+        return str(target)
+    Path(cache).mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    try:
+        _save(spec, work)
+        try:
+            work.rename(target)
+        except OSError:
+            # Another process made the same checkpoint first; the bytes are the same.
+            if not (target / MARKER).exists():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return str(target)
+
+
+def _save(spec: CheckpointSpec, folder: Path) -> None:
+    import torch
+    from transformers import Llama4ForCausalLM
+
+    model = Llama4ForCausalLM(_config(spec)).to(torch.float32)
+    kinds = ["chunked_attention" if k == "c" else "full_attention" for k in spec.layers]
+    assert list(model.config.layer_types) == kinds, model.config.layer_types
+    _fill(model, spec.seed)
+    model.save_pretrained(str(folder))
+    weights = hashlib.sha256()
+    for part in sorted(folder.glob("*.safetensors")):
+        weights.update(part.read_bytes())
+    marker = {"spec": asdict(spec), "generator": GENERATOR_VERSION, "weights_sha256": weights.hexdigest()}
+    (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def weights_sha256(folder: str | os.PathLike[str]) -> str:
+    """The weights' digest that was recorded when the checkpoint was made."""
+    return str(json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))["weights_sha256"])
+
+
+def reference_logprobs(folder: str, prompt: list[int], new_tokens: int) -> tuple[list[int], list[list[float]]]:
+    """transformers' own answer on a checkpoint: greedy tokens, and full-vocabulary logprobs [new_tokens, vocab] in nats."""
+    import torch
+    from transformers import Llama4ForCausalLM
+
+    model = Llama4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids, rows = list(prompt), []
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            rows.append(torch.log_softmax(logits.double(), dim=-1).tolist())
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt) :], rows

@@ -1,0 +1,211 @@
+"""``matrix.toml``: what is qualified, read into frozen, validated models. Unknown keys are refused."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from kvmatrix.errors import UsageError
+
+DeviceKind = Literal["host", "cuda", "rocm"]
+Mode = Literal["eager", "compiled"]
+PROBE_NAMES = ("cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned")
+ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Pin(Strict):
+    """One vLLM release on one device kind."""
+
+    version: str
+    device: DeviceKind
+    distribution: str
+    """Name of the distribution that installs ``vllm`` for this device."""
+    lock: str
+    """Requirements lock, relative to the project's root."""
+    torch: str
+    backends: tuple[str, ...]
+
+
+class Geometry(Strict):
+    """What one LLM cell is asked; all figures in tokens."""
+
+    backends: tuple[str, ...]
+    block: PositiveInt
+    chunk: PositiveInt
+    prompt: PositiveInt
+    prefix: PositiveInt
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Geometry:
+        if self.prefix % self.block or self.chunk % self.block:
+            raise ValueError(f"prefix {self.prefix} and chunk {self.chunk} must be multiples of block {self.block}")
+        if self.prefix % self.chunk == 0:
+            raise ValueError(f"prefix {self.prefix} ends on a boundary of chunk {self.chunk}: it is not misaligned")
+        if self.prompt <= self.prefix + self.block:
+            raise ValueError(f"prompt {self.prompt} leaves nothing for the CPU tier behind prefix {self.prefix}")
+        return self
+
+
+class Axes(Strict):
+    mode: tuple[Mode, ...]
+    dtype: tuple[Literal["float32", "bfloat16"], ...]
+    offload: tuple[Literal["eager", "lazy"], ...]
+
+
+class Llm(Strict):
+    layers: str = Field(pattern="^[cf]+$")
+    vocab_size: PositiveInt
+    new_tokens: PositiveInt
+    seed: int
+    cpu_bytes: PositiveInt
+    probes: tuple[ProbeName, ...]
+
+
+class Scheduler(Strict):
+    block: PositiveInt
+    chunk: PositiveInt
+    prompt: PositiveInt
+    prefixes: tuple[int, ...]
+
+
+class Tolerances(Strict):
+    """In nats, over the whole vocabulary."""
+
+    max_logprob_error: float = Field(gt=0)
+    max_reference_error: float = Field(gt=0)
+
+
+class Budgets(Strict):
+    cell_timeout_s: float = Field(gt=0)
+    preload_timeout_s: float = Field(gt=0)
+    install_timeout_s: float = Field(gt=0)
+    jobs: PositiveInt
+
+
+class LookupPerf(Strict):
+    block: PositiveInt
+    chunk: PositiveInt
+    prompts: tuple[PositiveInt, ...]
+    rounds: int = Field(ge=2)
+
+
+class Perf(Strict):
+    block: PositiveInt
+    chunk: PositiveInt
+    prompt: PositiveInt
+    layers: str = Field(pattern="^[cf]+$")
+    hidden_size: PositiveInt
+    rounds: int = Field(ge=2)
+    warmup_rounds: int = Field(ge=0)
+    backend: str
+    mode: Mode
+    workloads: tuple[WorkloadName, ...]
+    lookup: LookupPerf
+
+
+class Defaults(Strict):
+    pin: str
+    device: DeviceKind
+    patch: str
+
+
+class Matrix(Strict):
+    """The whole of ``matrix.toml``."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    defaults: Defaults
+    pins: tuple[Pin, ...]
+    geometries: tuple[Geometry, ...]
+    axes: Axes
+    llm: Llm
+    scheduler: Scheduler
+    tolerances: Tolerances
+    budgets: Budgets
+    perf: Perf
+
+    @model_validator(mode="after")
+    def _pins_are_unique(self) -> Matrix:
+        keys = [(p.version, p.device) for p in self.pins]
+        if len(set(keys)) != len(keys):
+            raise ValueError("two pins have the same version and device")
+        return self
+
+    def pin(self, version: str, device: str) -> Pin:
+        """The pin of ``version`` on ``device``.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for pin in self.pins:
+            if (pin.version, pin.device) == (version, device):
+                return pin
+        known = ", ".join(f"{p.version} ({p.device})" for p in self.pins)
+        raise UsageError(f"unknown pin {version!r} on device {device!r}: matrix.toml has {known}")
+
+
+class Project(BaseModel):
+    """The project's root and the folders under it that the machinery uses."""
+
+    model_config = ConfigDict(frozen=True)
+    root: Path
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        return load_matrix(self.root / "matrix.toml")
+
+    @property
+    def home(self) -> Path:
+        """Where environments, checkpoints, overlays and runs are kept: ``KVMATRIX_HOME`` or ``.kvmatrix`` in the root."""
+        override = os.environ.get("KVMATRIX_HOME")
+        return Path(override).resolve() if override else self.root / ".kvmatrix"
+
+    @property
+    def patches(self) -> Path:
+        return self.root / "patches"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+
+def load_matrix(path: Path) -> Matrix:
+    """Read and validate a matrix file.
+
+    Raises:
+        UsageError: it is missing, is not TOML, has an unknown key or a value that does not validate.
+    """
+    try:
+        return Matrix.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UsageError(f"{path.name} not found in {path.parent}: run in the project's root") from None
+    except tomllib.TOMLDecodeError as e:
+        raise UsageError(f"{path.name} is not valid TOML: {e}") from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "top level"
+        more = f" (and {e.error_count() - 1} more)" if e.error_count() > 1 else ""
+        raise UsageError(f"{path.name}: {where}: {first['msg']}{more}") from e
+
+
+def find_project(start: Path | None = None) -> Project:
+    """The project around ``start`` (default: the working directory), or ``KVMATRIX_ROOT``.
+
+    Raises:
+        UsageError: no folder upward has a ``matrix.toml``.
+    """
+    override = os.environ.get("KVMATRIX_ROOT")
+    origin = Path(override) if override else (start or Path.cwd())
+    for folder in (origin.resolve(), *origin.resolve().parents):
+        if (folder / "matrix.toml").is_file():
+            return Project(root=folder)
+    raise UsageError(f"no matrix.toml in {origin} or above: run in the project's root")

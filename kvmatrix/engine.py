@@ -1,0 +1,181 @@
+"""One vLLM engine on one cell: start, generate, drain, reset, read counters.
+
+Runs inside a cell's child process. States are reached by generation and cache-reset calls alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+COUNTERS = {
+    "device_hit_tokens": "vllm:prefix_cache_hits",
+    "external_hit_tokens": "vllm:external_prefix_cache_hits",
+    "loaded_blocks": "vllm:simple_kv_offload_load_blocks_total",
+    "preemptions": "vllm:num_preemptions",
+}
+DRAIN_TIMEOUT_S = 60.0
+
+
+class EngineStateError(RuntimeError):
+    """The engine did not reach a state that was asked for (a drain or a reset)."""
+
+
+@dataclass
+class Generation:
+    """One finished request."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, float]]
+    """Per generated token: token id -> logprob in nats (the whole vocabulary when it was asked for)."""
+    cached_tokens: int
+    """vLLM's ``num_cached_tokens``: prompt tokens served from the device or from the CPU tier."""
+    seconds: float
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What is asked of vLLM for one cell."""
+
+    model: str
+    backend: str
+    mode: str
+    block_size: int
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    num_gpu_blocks: int
+    lazy_offload: bool = False
+    cpu_bytes: int = 1 << 26
+    max_num_batched_tokens: int = 512
+    offload: bool = True
+
+    def llm_kwargs(self) -> dict[str, Any]:
+        from vllm.config import KVTransferConfig
+
+        kwargs: dict[str, Any] = {
+            "model": self.model,
+            "skip_tokenizer_init": True,
+            "enforce_eager": self.mode == "eager",
+            "dtype": self.dtype,
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": 4,
+            "max_logprobs": self.vocab_size,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "num_gpu_blocks_override": self.num_gpu_blocks,
+            "enable_prefix_caching": True,
+            "disable_hybrid_kv_cache_manager": False,
+            "disable_log_stats": False,
+            "attention_backend": self.backend,
+            "seed": 0,
+        }
+        if self.offload:
+            kwargs["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="SimpleCPUOffloadConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"cpu_bytes_to_use": self.cpu_bytes, "lazy_offload": self.lazy_offload},
+            )
+        return kwargs
+
+
+class Engine:
+    """vLLM's offline engine with readers for what it really did."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from vllm import LLM
+
+        self.config = config
+        started = time.perf_counter()
+        self.llm = LLM(**config.llm_kwargs())
+        self.start_seconds = time.perf_counter() - started
+
+    def _core_call(self, method: str, *args: Any) -> Any:
+        client = self.llm.llm_engine.engine_core
+        core = getattr(client, "engine_core", None)
+        if core is not None and hasattr(core, method):
+            return getattr(core, method)(*args)
+        return client.call_utility(method, *args)
+
+    def state(self) -> dict[str, Any]:
+        """Resolved configuration, KV groups, imported digests and connector accounting, read from the engine core."""
+        return dict(self._core_call("kvmatrix_state"))
+
+    def worker_state(self) -> dict[str, Any]:
+        """Backends per layer and copied blocks, read from the first worker."""
+        return dict(self.llm.collective_rpc("kvmatrix_state")[0])
+
+    def cpu_resident_tokens(self, prompt: list[int]) -> int:
+        return int(self._core_call("kvmatrix_cpu_resident", prompt))
+
+    def counters(self) -> dict[str, int]:
+        """vLLM's own Prometheus counters, summed over labels, by the names of ``COUNTERS``."""
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            totals[metric.name] = totals.get(metric.name, 0) + getattr(metric, "value", 0)
+        return {
+            ours: int(totals.get(theirs, totals.get(theirs.removesuffix("_total"), 0)))
+            for ours, theirs in COUNTERS.items()
+        }
+
+    def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
+        """Greedy generation of one request, with its counters taken after its transfers have drained."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=self.config.vocab_size if logprobs else None,
+        )
+        before = self.counters()
+        started = time.perf_counter()
+        output = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        seconds = time.perf_counter() - started
+        self.drain()
+        after = self.counters()
+        completion = output.outputs[0]
+        return Generation(
+            token_ids=list(completion.token_ids),
+            logprobs=[{t: lp.logprob for t, lp in step.items()} for step in completion.logprobs or ()],
+            cached_tokens=int(output.num_cached_tokens or 0),
+            seconds=seconds,
+            counters={k: after[k] - before[k] for k in after},
+        )
+
+    def drain(self, timeout: float = DRAIN_TIMEOUT_S) -> None:
+        """Step or poll the engine until no store or load is queued or in flight.
+
+        Raises:
+            EngineStateError: transfers are still pending after ``timeout`` seconds.
+        """
+        if not self.config.offload:
+            return
+        deadline = time.monotonic() + timeout
+        in_process = hasattr(self.llm.llm_engine.engine_core, "engine_core")
+        while True:
+            offload = self.state()["offload"]
+            if not offload["pending_stores"] and not offload["pending_loads"]:
+                return
+            if time.monotonic() > deadline:
+                raise EngineStateError(f"transfers still pending after {timeout:g} s: {offload}")
+            if in_process:
+                self.llm.llm_engine.step()
+            else:
+                time.sleep(0.005)
+
+    def reset_device(self) -> None:
+        """Empty the device tier and leave the CPU tier.
+
+        Raises:
+            EngineStateError: vLLM refused (blocks are still in use).
+        """
+        self.drain()
+        if not self.llm.reset_prefix_cache():
+            raise EngineStateError("vLLM refused to reset the device prefix cache: blocks are in use")
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()

@@ -1,0 +1,180 @@
+"""Jobs that a cell's child process runs: each takes a JSON object and sends messages as it goes.
+
+A message is sent the moment its fact is known, so that a later crash loses nothing that was finished.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvmatrix import overlay
+
+Send = Callable[[dict[str, Any]], None]
+Receive = Callable[[], dict[str, Any] | None]
+
+
+def run(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """Run ``job`` (its ``kind`` names one of ``JOBS``).
+
+    Raises:
+        KeyError: an unknown kind.
+    """
+    JOBS[job["kind"]](job, send, receive)
+
+
+def engine_config(job: dict[str, Any], model: str) -> Any:
+    from kvmatrix.engine import EngineConfig
+
+    cell, geometry = job["cell"], job["geometry"]
+    return EngineConfig(
+        model=model,
+        backend=cell["backend"],
+        mode=cell["mode"],
+        block_size=cell["block"],
+        dtype=cell["dtype"],
+        max_model_len=geometry["max_model_len"],
+        vocab_size=job["checkpoint"]["vocab_size"],
+        num_gpu_blocks=geometry["num_gpu_blocks"],
+        lazy_offload=cell["offload"] == "lazy",
+        cpu_bytes=geometry["cpu_bytes"],
+        max_num_batched_tokens=max(512, geometry["max_model_len"]),
+    )
+
+
+def start_engine(job: dict[str, Any], send: Send) -> Any:
+    """Start the cell's engine and send what it resolved to."""
+    from kvmatrix import checkpoint
+    from kvmatrix.engine import Engine
+
+    send({"type": "stage", "stage": "checkpoint"})
+    model = checkpoint.ensure(job["checkpoint"], job["checkpoints"])
+    send({"type": "stage", "stage": "engine start"})
+    engine = Engine(engine_config(job, model))
+    state, worker = engine.state(), engine.worker_state()
+    send(
+        {
+            "type": "engine",
+            "state": state,
+            "worker": worker,
+            "start_seconds": engine.start_seconds,
+            "weights_sha256": checkpoint.weights_sha256(model),
+        }
+    )
+    return engine, model, state
+
+
+def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = cell``: the probes of one LLM cell, then transformers' own answer to the cold prompt."""
+    from kvmatrix import checkpoint
+    from kvmatrix.probes import ProbeRunner
+
+    started = time.perf_counter()
+    engine, model, state = start_engine(job, send)
+    runner = ProbeRunner(engine, job["geometry"], [g["attention_chunk_size"] for g in state["groups"]])
+    for name in job["probes"]:
+        send({"type": "plan", "probe": name})
+    for observed in runner.run(job["probes"]):
+        send({"type": "probe", **observed})
+        send({"type": "stage", "stage": observed["probe"]})
+    send({"type": "stage", "stage": "reference"})
+    tokens, rows = checkpoint.reference_logprobs(model, runner.prompt, job["geometry"]["new_tokens"])
+    assert runner.cold is not None
+    error = 0.0
+    for step, row in enumerate(rows):
+        error = max(error, max(abs(row[t] - lp) for t, lp in runner.cold.logprobs[step].items()))
+        if tokens[step] != runner.cold.token_ids[step]:
+            break
+    send(
+        {
+            "type": "reference",
+            "tokens": tokens,
+            "cold_tokens": runner.cold.token_ids,
+            "max_logprob_error": error,
+            "filler_requests": runner.fillers,
+            "worker": engine.worker_state(),
+            "seconds": time.perf_counter() - started,
+        }
+    )
+    engine.shutdown()
+
+
+def run_facts(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = facts``: versions and the platform that vLLM chose in this environment."""
+    import torch
+    import transformers
+    import vllm
+    from vllm.platforms import current_platform
+
+    send(
+        {
+            "type": "facts",
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "platform": type(current_platform).__name__,
+        }
+    )
+
+
+def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = scheduler``: lookup cases against the real scheduler class, no model."""
+    from kvmatrix import scheduler_harness
+
+    for case in job["cases"]:
+        send({"type": "case", **scheduler_harness.run_case(case), "imported": overlay.imported_digests()})
+
+
+def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = lookup``: answer ``{"calls": n}`` requests with the seconds that n lookup calls took."""
+    from kvmatrix import scheduler_harness
+
+    bench = scheduler_harness.LookupBench(**job["geometry"])
+    send({"type": "ready", "answer": bench.answer(), "imported": overlay.imported_digests()})
+    while (request := receive()) is not None:
+        send({"type": "timing", "seconds": bench.time_calls(request["calls"])})
+
+
+def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = generate``: a live engine that measures one round of one workload per request."""
+    from kvmatrix.workloads import WorkloadRunner
+
+    engine, _, state = start_engine(job, send)
+    runner = WorkloadRunner(engine, job["geometry"], [g["attention_chunk_size"] for g in state["groups"]])
+    send({"type": "ready", "imported": engine.state()["imported"]})
+    while (request := receive()) is not None:
+        send({"type": "round", **runner.round(request["workload"], request["seed"])})
+    engine.shutdown()
+
+
+JOBS: dict[str, Callable[[dict[str, Any], Send, Receive], None]] = {
+    "cell": run_cell,
+    "facts": run_facts,
+    "scheduler": run_scheduler,
+    "lookup": run_lookup,
+    "generate": run_generate,
+}
+
+
+def enter_child(job: dict[str, Any]) -> None:
+    """Put a fresh child into the job's environment, and load its arm before anything can import the stock file."""
+    for name, value in job.get("env", {}).items():
+        os.environ[name] = value
+    Path(job["cwd"]).mkdir(parents=True, exist_ok=True)
+    os.chdir(job["cwd"])
+    overlay.install()
+    if job.get("cell", {}).get("mode") == "eager":
+        _run_everything_eagerly()
+
+
+def _run_everything_eagerly() -> None:
+    """An eager cell compiles nothing, vLLM's small helpers included: it must run where there is no C++ compiler."""
+    import torch
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for processes that this one starts
+    torch.compiler.set_stance("force_eager")
