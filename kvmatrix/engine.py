@@ -116,8 +116,7 @@ class Engine:
         for metric in self.llm.get_metrics():
             totals[metric.name] = totals.get(metric.name, 0) + getattr(metric, "value", 0)
         return {
-            ours: int(totals.get(theirs, totals.get(theirs.removesuffix("_total"), 0)))
-            for ours, theirs in COUNTERS.items()
+            ours: int(totals.get(theirs, totals.get(theirs.removesuffix("_total"), 0))) for ours, theirs in COUNTERS.items()
         }
 
     def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
@@ -178,4 +177,7 @@ class Engine:
             raise EngineStateError("vLLM refused to reset the device prefix cache: blocks are in use")
 
     def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine core's own process, where it has one; in-process it ends with this process."""
+        client = self.llm.llm_engine.engine_core
+        if not hasattr(client, "engine_core"):
+            client.shutdown()

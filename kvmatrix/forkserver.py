@@ -138,11 +138,11 @@ class ForkServer:
 
     def serve(self) -> None:
         while True:
-            ready, _, _ = select.select([self.control, self.wake_read], [], [])
+            ready, _, _ = select.select([self.control.fileno(), self.wake_read], [], [])
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
                 self._reap()
-            if self.control in ready and not self._accept():
+            if self.control.fileno() in ready and not self._accept():
                 return
 
     def _accept(self) -> bool:
@@ -183,7 +183,6 @@ class ForkServer:
 
 def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
-    _die_with_parent()
     server = ForkServer(control)
     facts = preload() if "--no-preload" not in sys.argv else {"missing": {}, "threads": 1, "spoilt": False}
     server.reply({"ready": True, **facts})

@@ -48,8 +48,9 @@ def core_state(core: Any) -> dict[str, Any]:
         state["offload"] = {
             "mode": "lazy" if manager._lazy_mode else "eager",
             "num_cpu_blocks": manager.num_cpu_blocks,
-            "pending_stores": bool(manager.has_pending_stores()) if hasattr(manager, "has_pending_stores") else
-            bool(manager._store_event_to_blocks),
+            "pending_stores": bool(manager.has_pending_stores())
+            if hasattr(manager, "has_pending_stores")
+            else bool(manager._store_event_to_blocks),
             "pending_loads": len(manager._reqs_to_load),
             "pending_hits": len(getattr(manager, "_pending_cpu_hits", ())),
             "used_cpu_blocks": manager.num_cpu_blocks - manager.cpu_block_pool.get_num_free_blocks(),
@@ -91,9 +92,7 @@ def worker_state(worker: Any) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     layers = worker.vllm_config.compilation_config.static_forward_context
-    backends = {
-        name: layer.attn_backend.get_name() for name, layer in layers.items() if hasattr(layer, "attn_backend")
-    }
+    backends = {name: layer.attn_backend.get_name() for name, layer in layers.items() if hasattr(layer, "attn_backend")}
     copied = None
     if has_kv_transfer_group():
         handler = getattr(get_kv_transfer_group(), "worker_handler", None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,11 @@ def engine_config(job: dict[str, Any], model: str) -> Any:
     )
 
 
-def start_engine(job: dict[str, Any], send: Send) -> Any:
-    """Start the cell's engine and send what it resolved to."""
+def start_engine(job: dict[str, Any], model: str, send: Send) -> tuple[Any, dict[str, Any]]:
+    """Start the cell's engine on the checkpoint ``model`` and send what it resolved to."""
     from kvmatrix import checkpoint
     from kvmatrix.engine import Engine
 
-    send({"type": "stage", "stage": "checkpoint"})
-    model = checkpoint.ensure(job["checkpoint"], job["checkpoints"])
     send({"type": "stage", "stage": "engine start"})
     engine = Engine(engine_config(job, model))
     state, worker = engine.state(), engine.worker_state()
@@ -65,41 +62,27 @@ def start_engine(job: dict[str, Any], send: Send) -> Any:
             "weights_sha256": checkpoint.weights_sha256(model),
         }
     )
-    return engine, model, state
+    return engine, state
 
 
 def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = cell``: the probes of one LLM cell, then transformers' own answer to the cold prompt."""
+    """``kind = cell``: transformers' answer to the cell's prompt, then the probes of the cell in one engine."""
     from kvmatrix import checkpoint
-    from kvmatrix.probes import ProbeRunner
+    from kvmatrix.probes import ProbeRunner, random_prompt, reference_comparison
 
-    started = time.perf_counter()
-    engine, model, state = start_engine(job, send)
-    runner = ProbeRunner(engine, job["geometry"], [g["attention_chunk_size"] for g in state["groups"]])
-    for name in job["probes"]:
-        send({"type": "plan", "probe": name})
-    for observed in runner.run(job["probes"]):
-        send({"type": "probe", **observed})
-        send({"type": "stage", "stage": observed["probe"]})
+    geometry = job["geometry"]
+    prompt = random_prompt(geometry["prompt"], job["checkpoint"]["vocab_size"], geometry["seed"])
+    send({"type": "stage", "stage": "checkpoint"})
+    model = checkpoint.ensure(job["checkpoint"], job["checkpoints"])
     send({"type": "stage", "stage": "reference"})
-    tokens, rows = checkpoint.reference_logprobs(model, runner.prompt, job["geometry"]["new_tokens"])
-    assert runner.cold is not None
-    error = 0.0
-    for step, row in enumerate(rows):
-        error = max(error, max(abs(row[t] - lp) for t, lp in runner.cold.logprobs[step].items()))
-        if tokens[step] != runner.cold.token_ids[step]:
-            break
-    send(
-        {
-            "type": "reference",
-            "tokens": tokens,
-            "cold_tokens": runner.cold.token_ids,
-            "max_logprob_error": error,
-            "filler_requests": runner.fillers,
-            "worker": engine.worker_state(),
-            "seconds": time.perf_counter() - started,
-        }
-    )
+    reference = checkpoint.reference_logprobs(model, prompt, geometry["new_tokens"])
+    engine, state = start_engine(job, model, send)
+    runner = ProbeRunner(engine, geometry, [g["attention_chunk_size"] for g in state["groups"]])
+    for observed in runner.run(job["probes"], on_start=lambda name: send({"type": "stage", "stage": name})):
+        if observed["probe"] == "cold" and runner.cold is not None:
+            observed["reference"] = reference_comparison(runner.cold, *reference)
+        send({"type": "probe", **observed})
+    send({"type": "summary", "filler_requests": runner.fillers, "worker": engine.worker_state()})
     engine.shutdown()
 
 
@@ -142,9 +125,10 @@ def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
 
 def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:
     """``kind = generate``: a live engine that measures one round of one workload per request."""
+    from kvmatrix import checkpoint
     from kvmatrix.workloads import WorkloadRunner
 
-    engine, _, state = start_engine(job, send)
+    engine, state = start_engine(job, checkpoint.ensure(job["checkpoint"], job["checkpoints"]), send)
     runner = WorkloadRunner(engine, job["geometry"], [g["attention_chunk_size"] for g in state["groups"]])
     send({"type": "ready", "imported": engine.state()["imported"]})
     while (request := receive()) is not None:

@@ -42,30 +42,21 @@ def missing_blocks(
     first = prefix // block
     missing = []
     for index in needed_blocks(prefix + hit, block, chunk):
-        if index < first:
-            present = window_held
-        else:
-            present = index - first < len(loaded) and loaded[index - first]
+        offset = index - first
+        present = window_held if offset < 0 else offset < len(loaded) and loaded[offset]
         if not present:
             missing.append(index)
     return missing
 
 
-def longest_sound_hit(
-    prefix: int, prompt: int, block: int, groups: Sequence[tuple[int | None, Sequence[bool]]]
-) -> int:
+def longest_sound_hit(prefix: int, prompt: int, block: int, groups: Sequence[tuple[int | None, Sequence[bool]]]) -> int:
     """The ideal: tokens beyond ``prefix`` that the CPU tier can soundly serve to a prompt of ``prompt`` tokens.
 
     ``groups``: per KV group its chunk (None: full attention) and, per block of the prompt, whether the CPU tier holds it.
     At least the last prompt token is always computed.
     """
     for end in range((prompt - 1) // block * block, prefix, -block):
-        if all(
-            resident[i]
-            for chunk, resident in groups
-            for i in needed_blocks(end, block, chunk)
-            if i >= prefix // block
-        ):
+        if all(resident[i] for chunk, resident in groups for i in needed_blocks(end, block, chunk) if i >= prefix // block):
             return end - prefix
     return 0
 

@@ -39,7 +39,7 @@ class OverlayLoader(SourceFileLoader):
         self.expected = expected
         self.digest: str | None = None
 
-    def path_stats(self, path: str) -> dict[str, float]:  # type: ignore[override]
+    def path_stats(self, path: str) -> dict[str, float]:
         # Without a modification time importlib neither reads nor writes a cached .pyc.
         raise OSError("overlay modules are always compiled from source")
 
@@ -68,9 +68,7 @@ class OverlayFinder(MetaPathFinder):
         assert isinstance(files, list)
         self.files: dict[str, dict[str, str]] = {f["module"]: f for f in files}
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         entry = self.files.get(fullname)
         if entry is None:
             return None

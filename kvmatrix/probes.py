@@ -82,6 +82,12 @@ def logprob_error(a: Generation, b: Generation) -> float:
     return worst
 
 
+def reference_comparison(cold: Generation, tokens: list[int], rows: list[list[float]]) -> dict[str, Any]:
+    """transformers' greedy ``tokens`` and its largest logprob difference to ``cold``; ``rows`` is [steps, vocab] in nats."""
+    reference = Generation(tokens, [dict(enumerate(row)) for row in rows], 0, 0.0)
+    return {"tokens": tokens, "max_logprob_error": logprob_error(cold, reference)}
+
+
 class ProbeRunner:
     """Runs probes in one engine, all against one prompt and its cold answer."""
 
@@ -94,7 +100,7 @@ class ProbeRunner:
         self.cold: Generation | None = None
         self.fillers = 0
 
-    def run(self, names: list[str]) -> Iterator[dict[str, Any]]:
+    def run(self, names: list[str], on_start: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """Observations of ``names`` in order; ``cold`` is always taken first, because the others are compared to it."""
         steps: dict[str, Callable[[], Generation]] = {
             "cold": self._cold,
@@ -105,6 +111,7 @@ class ProbeRunner:
         }
         ordered = ["cold"] + [n for n in PROBES if n in names and n != "cold"]
         for name in ordered:
+            on_start(name)
             generation = steps[name]()
             observed = self._observe(name, generation)
             if name in names:
@@ -138,9 +145,13 @@ class ProbeRunner:
         hold the very KV that it should have been loaded with."""
         self.engine.reset_device()
         state = self.engine.state()
-        length = self.engine.config.max_model_len - 2
-        per_request = sum(-(-length // g["block_size"]) for g in state["groups"])
-        for _ in range(-(-state["num_gpu_blocks"] // per_request)):
+        longest = self.engine.config.max_model_len - 2
+        blocks = state["num_gpu_blocks"]
+        while blocks > 0:
+            # The free queue is first in, first out: after as many allocations as there are blocks, each was written.
+            share = -(-blocks // len(state["groups"]))
+            length = min(longest, share * self.geometry["block"])
+            blocks -= sum(-(-length // g["block_size"]) for g in state["groups"])
             self.fillers += 1
             filler = random_prompt(length, self.vocab, 1_000_003 * self.geometry["seed"] + self.fillers)
             self.engine.generate(filler, max_tokens=1, logprobs=False)

@@ -1,0 +1,12 @@
+"""Scheduler tier: the real ``SimpleCPUOffloadScheduler``, real block pools and hashes, no model.
+
+Each case asks for the lookup that follows a device prefix, lets the connector plan the load, and checks that attention
+would find real KV wherever it looks, that no pin is left, and that lookups which were right keep their reuse.
+"""
+
+from kvmatrix.pytest_plugin import check
+from kvmatrix.records import ProbeRow
+
+
+def test_lookup(scheduler_row: ProbeRow) -> None:
+    check(scheduler_row)

@@ -1,0 +1,165 @@
+"""Axes -> validated, frozen cells -> one id for pytest, file names and table rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvmatrix.config import Geometry, Matrix, Pin
+from kvmatrix.errors import UsageError
+
+STOCK = "stock"
+DEFAULTS = {"dtype": "float32", "offload": "eager"}
+"""Axis values that an id leaves out."""
+
+
+class Cell(BaseModel):
+    """pin x arm x backend x mode x chunk x block x dtype x offload, with the prompt geometry of its probes in tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tier: Literal["llm", "scheduler"]
+    pin: str
+    device: str
+    arm: str
+    backend: str = ""
+    mode: str = ""
+    chunk: int
+    block: int
+    dtype: str = "float32"
+    offload: str = "eager"
+    prompt: int
+    prefix: int = 0
+    layers: str = "cf"
+
+    @property
+    def id(self) -> str:
+        """``<pin>-<device>-<tier or backend-mode>-c<chunk>-b<block>[-non-defaults]-<arm>``."""
+        kind = [self.backend, self.mode] if self.tier == "llm" else ["scheduler"]
+        extra = [str(getattr(self, name)) for name, default in DEFAULTS.items() if getattr(self, name) != default]
+        return "-".join([self.pin, self.device, *kind, f"c{self.chunk}", f"b{self.block}", *extra, self.arm])
+
+    @property
+    def kv_groups(self) -> int:
+        """KV groups that vLLM makes of ``layers``: equal-sized groups of the rarer kind's layer count."""
+        counts = [n for n in (self.layers.count("c"), self.layers.count("f")) if n]
+        return sum(-(-n // min(counts)) for n in counts)
+
+
+class Selection(BaseModel):
+    """What the command line keeps of the matrix; an empty axis keeps all of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pins: tuple[str, ...] = ()
+    device: str = ""
+    arms: tuple[str, ...] = ()
+    patches: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    chunks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
+
+    @property
+    def narrows_llm(self) -> bool:
+        """Whether an axis that only LLM cells have was given: the scheduler tier is then left out."""
+        return bool(self.backends or self.modes or self.dtypes)
+
+
+def check_selection(matrix: Matrix, selection: Selection) -> None:
+    """Refuse values that no cell has.
+
+    Raises:
+        UsageError: names the first unknown value and what is known.
+    """
+    pins = selected_pins(matrix, selection)
+    known: dict[str, tuple[Sequence[object], Sequence[object]]] = {
+        "backend": (selection.backends, sorted({b for p in pins for b in p.backends})),
+        "mode": (selection.modes, sorted(matrix.axes.mode)),
+        "dtype": (selection.dtypes, sorted(matrix.axes.dtype)),
+        "chunk": (selection.chunks, sorted({g.chunk for g in matrix.geometries} | {matrix.scheduler.chunk})),
+        "block": (selection.blocks, sorted({g.block for g in matrix.geometries} | {matrix.scheduler.block})),
+        "tier": (selection.tiers, ["llm", "scheduler"]),
+    }
+    for axis, (asked, values) in known.items():
+        for value in asked:
+            if value not in values:
+                raise UsageError(f"unknown {axis} {value!r}: known are {', '.join(map(str, values))}")
+
+
+def selected_pins(matrix: Matrix, selection: Selection) -> list[Pin]:
+    device = selection.device or matrix.defaults.device
+    versions = selection.pins or (matrix.defaults.pin,)
+    return [matrix.pin(v, device) for v in versions]
+
+
+def plan_cells(matrix: Matrix, selection: Selection, arms: Sequence[str]) -> list[Cell]:
+    """The cells of a run, stock first within each geometry.
+
+    Raises:
+        UsageError: an unknown axis value, or a selection that leaves no cell.
+    """
+    check_selection(matrix, selection)
+    unknown = [a for a in selection.arms if a not in arms]
+    if unknown:
+        raise UsageError(f"unknown arm {unknown[0]!r}: this run has {', '.join(arms)}")
+    chosen = [a for a in arms if not selection.arms or a in selection.arms]
+    cells = []
+    for pin in selected_pins(matrix, selection):
+        cells += list(_scheduler_cells(matrix, selection, pin, chosen))
+        cells += list(_llm_cells(matrix, selection, pin, chosen))
+    if not cells:
+        raise UsageError("the selection leaves no cell: no geometry of matrix.toml has this backend, chunk and block together")
+    return cells
+
+
+def _kept(selection: Selection, tier: str, chunk: int, block: int) -> bool:
+    return (
+        (not selection.tiers or tier in selection.tiers)
+        and (not selection.chunks or chunk in selection.chunks)
+        and (not selection.blocks or block in selection.blocks)
+    )
+
+
+def _scheduler_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[str]) -> Iterator[Cell]:
+    s = matrix.scheduler
+    if selection.narrows_llm or not _kept(selection, "scheduler", s.chunk, s.block):
+        return
+    for arm in arms:
+        yield Cell(tier="scheduler", pin=pin.version, device=pin.device, arm=arm, chunk=s.chunk, block=s.block, prompt=s.prompt)
+
+
+def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[str]) -> Iterator[Cell]:
+    axes = matrix.axes
+    for geometry in matrix.geometries:
+        if not _kept(selection, "llm", geometry.chunk, geometry.block):
+            continue
+        for backend, mode, dtype, offload, arm in itertools.product(
+            _backends(geometry, selection, pin), axes.mode, axes.dtype, axes.offload, arms
+        ):
+            if (selection.modes and mode not in selection.modes) or (selection.dtypes and dtype not in selection.dtypes):
+                continue
+            yield Cell(
+                tier="llm",
+                pin=pin.version,
+                device=pin.device,
+                arm=arm,
+                backend=backend,
+                mode=mode,
+                chunk=geometry.chunk,
+                block=geometry.block,
+                dtype=dtype,
+                offload=offload,
+                prompt=geometry.prompt,
+                prefix=geometry.prefix,
+                layers=matrix.llm.layers,
+            )
+
+
+def _backends(geometry: Geometry, selection: Selection, pin: Pin) -> list[str]:
+    return [b for b in geometry.backends if b in pin.backends and (not selection.backends or b in selection.backends)]

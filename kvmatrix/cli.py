@@ -1,0 +1,261 @@
+"""The ``kvmatrix`` command. Every error that a user can act on is one line on standard error and an exit code of its own."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from rich.console import Console
+
+import kvmatrix
+from kvmatrix import doctor, envs, locks
+from kvmatrix.cells import Selection, plan_cells, selected_pins
+from kvmatrix.config import Project, find_project
+from kvmatrix.errors import ExitCode, KvmatrixError, UsageError, one_line
+from kvmatrix.perf_plugin import PerfPlugin
+from kvmatrix.pytest_plugin import ConformancePlugin
+from kvmatrix.qualified import newest_runs
+from kvmatrix.records import last_attempts
+from kvmatrix.report import document
+from kvmatrix.session import Session
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of printing a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
+
+
+def _add_axes(parser: argparse.ArgumentParser) -> None:
+    """Options that keep a part of the matrix; each may be given several times."""
+    axes = parser.add_argument_group("keep only these cells of matrix.toml (each may be repeated)")
+    axes.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0")
+    axes.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
+    axes.add_argument("--patch", action="append", default=[], metavar="NAME", help="a folder under patches/")
+    axes.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
+    axes.add_argument("--backend", action="append", default=[], metavar="NAME", help="attention backend, vLLM's name")
+    axes.add_argument("--mode", action="append", default=[], metavar="MODE", help="eager or compiled")
+    axes.add_argument("--chunk", action="append", default=[], type=int, metavar="TOKENS", help="attention chunk size")
+    axes.add_argument("--block", action="append", default=[], type=int, metavar="TOKENS", help="KV-cache block size")
+    axes.add_argument("--dtype", action="append", default=[], metavar="DTYPE", help="float32 or bfloat16")
+    axes.add_argument("--tier", action="append", default=[], metavar="TIER", help="scheduler or llm")
+
+
+def _add_pytest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-k", dest="keyword", default="", metavar="EXPR", help="pytest's -k: keep items by name")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="one line for each item")
+
+
+def _selection(args: argparse.Namespace) -> Selection:
+    return Selection(
+        pins=tuple(args.pin),
+        device=args.device,
+        arms=tuple(args.arm),
+        patches=tuple(args.patch),
+        backends=tuple(args.backend),
+        modes=tuple(args.mode),
+        chunks=tuple(args.chunk),
+        blocks=tuple(args.block),
+        dtypes=tuple(args.dtype),
+        tiers=tuple(args.tier),
+    )
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="kvmatrix", description="Qualification matrix for vLLM's CPU KV-offload lookup.")
+    parser.add_argument("--version", action="version", version=f"kvmatrix {kvmatrix.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    conformance = commands.add_parser("conformance", help="run the real engine, stock beside patched, and judge each probe")
+    _add_axes(conformance)
+    _add_pytest(conformance)
+    perf = commands.add_parser("perf", help="measure what the patch costs, arms interleaved in one run")
+    _add_axes(perf)
+    _add_pytest(perf)
+    cells = commands.add_parser("cells", help="list the cells that a run would have, without running them")
+    _add_axes(cells)
+    report = commands.add_parser("report", help="publish the newest run's rows and tables under results/")
+    report.add_argument("--check", action="store_true", help="only verify that the published tables equal their rows")
+    commands.add_parser("doctor", help="say what this machine can run, and why the rest cannot")
+    env = commands.add_parser("env", help="list, build or remove the pins' environments")
+    env.add_argument("action", choices=["list", "build", "remove"])
+    env.add_argument("name", nargs="?", default="", help="environment to remove, as `env list` shows it")
+    lock = commands.add_parser("lock", help="resolve a pin's requirements lock again (needs uv)")
+    lock.add_argument("version", help="the pin's vLLM release")
+    lock.add_argument("--device", default="host")
+    return parser
+
+
+def _pytest_args(project: Project, suite: str, args: argparse.Namespace) -> list[str]:
+    chosen = [str(project.root / suite), f"--rootdir={project.root}", "-p", "no:cacheprovider", "-q"]
+    chosen += ["-v"] * (2 if args.verbose else 0)
+    chosen += ["-k", args.keyword] if args.keyword else []
+    return chosen
+
+
+def run_conformance(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    console = Console(stderr=True)
+    session = Session(project, _selection(args), "conformance", console, argv)
+    plugin = ConformancePlugin(session, session.plan())
+    try:
+        status = pytest.main(
+            [*_pytest_args(project, "conformance", args), "-rN"], plugins=[_Named("kvmatrix-conformance", plugin)]
+        )
+    finally:
+        plugin.finish()
+    rows = list(plugin.rows.values())
+    if rows:
+        print("\n" + document.conformance_summary(rows) + "\n")
+    for entry in plugin.stale:
+        _say(f"expectation of {entry.status} for {entry.probe or 'any probe'} ({entry.why}) matches no row: remove it")
+    return _ended(plugin.error, plugin.exit_code, status, session)
+
+
+def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    console = Console(stderr=True)
+    session = Session(project, _selection(args), "perf", console, argv)
+    session.plan()
+    plugin = PerfPlugin(session, console)
+    chosen = _pytest_args(project, "perf", args)
+    session.folder.mkdir(parents=True, exist_ok=True)
+    chosen += ["-rN", "--benchmark-only", f"--benchmark-json={session.folder / 'benchmark.json'}"]
+    chosen += ["--benchmark-quiet", "--benchmark-disable-gc"]
+    try:
+        status = pytest.main(chosen, plugins=[_Named("kvmatrix-perf", plugin)])
+    finally:
+        plugin.finish()
+    perf_rows = list(plugin.rows.values())
+    if perf_rows:
+        print("\n" + document.perf_summary(perf_rows) + "\n")
+        _print_conformance_beside(project)
+    return _ended(plugin.error, plugin.exit_code, status, session)
+
+
+def _print_conformance_beside(project: Project) -> None:
+    found = next(newest_runs(project.home, "conformance"), None)
+    if found is not None:
+        print(document.conformance_summary(last_attempts(found[1])) + "\n")
+
+
+class _Named:
+    """Gives a plug-in object the name under which the suites' conftest files look for it."""
+
+    def __init__(self, name: str, plugin: object) -> None:
+        self.name = name
+        self.plugin = plugin
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_addoption(self, parser: object, pluginmanager: pytest.PytestPluginManager) -> None:
+        pluginmanager.register(self.plugin, self.name)
+
+
+def _ended(error: KvmatrixError | None, code: ExitCode, status: int, session: Session) -> int:
+    """The command's exit code; pytest's own counts where the rows alone would say that all is well."""
+    if error is not None:
+        raise error
+    if code is ExitCode.INTERRUPTED:
+        _say(f"interrupted: the finished rows are in {session.rows_file}")
+        return code
+    if session.ctx is not None:
+        _say(f"rows: {session.rows_file}")
+    if code is ExitCode.OK and status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        code = ExitCode.NOTHING_RAN
+    if code is ExitCode.NOTHING_RAN:
+        _say("nothing was executed: a run without a result is not a pass")
+    if code is ExitCode.OK and status != pytest.ExitCode.OK:
+        return ExitCode.UNEXPECTED
+    return code
+
+
+def run_cells_list(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    selection = _selection(args)
+    arms = ["stock", *(selection.patches or (project.matrix.defaults.patch,))]
+    cells = plan_cells(project.matrix, selection, arms)
+    for cell in cells:
+        print(cell.id)
+    _say(f"{len(cells)} cells")
+    return ExitCode.OK
+
+
+def run_report(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    if args.check:
+        stale = document.stale_tables(project.results)
+        for path in stale:
+            _say(f"{path.relative_to(project.root)} is not what its rows give: run `nox -s report` and compare")
+        return ExitCode.UNEXPECTED if stale else ExitCode.OK
+    for path in document.publish(project.home, project.results):
+        print(path.read_text(encoding="utf-8"))
+        _say(f"written: {path.relative_to(project.root)}")
+    return ExitCode.OK
+
+
+def run_doctor(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    print(doctor.report(project))
+    return ExitCode.OK
+
+
+def run_env(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    if args.action == "list":
+        for entry in envs.list_envs(project):
+            print(entry.name if entry.complete else f"{entry.name} (cut off: will be built again)")
+    elif args.action == "remove":
+        if not args.name:
+            raise UsageError("env remove needs a name; `kvmatrix env list` shows them")
+        envs.remove(project, args.name)
+    else:
+        for pin in selected_pins(project.matrix, Selection()):
+            env = envs.ensure(project, pin, _say)
+            envs.verify_install(env)
+            print(env.path)
+    return ExitCode.OK
+
+
+def run_lock(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    pin = project.matrix.pin(args.version, args.device)
+    locks.regenerate(project, pin)
+    print(pin.lock)
+    return ExitCode.OK
+
+
+COMMANDS: dict[str, Callable[[Project, argparse.Namespace, list[str]], int]] = {
+    "conformance": run_conformance,
+    "perf": run_perf,
+    "cells": run_cells_list,
+    "report": run_report,
+    "doctor": run_doctor,
+    "env": run_env,
+    "lock": run_lock,
+}
+
+
+def _say(text: str) -> None:
+    print(f"kvmatrix: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the return value is its exit code (see :class:`kvmatrix.errors.ExitCode`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(arguments)
+        return int(COMMANDS[args.command](find_project(), args, arguments))
+    except KvmatrixError as e:
+        _say(f"error: {one_line(e)}")
+        return int(e.code)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return int(ExitCode.INTERRUPTED)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _say(f"error: {e.strerror}: {Path(e.filename or '?').name}; free space and run again")
+        return int(ExitCode.DISK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

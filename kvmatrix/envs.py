@@ -1,0 +1,594 @@
+"""Environments of pins: one virtual environment for each lock, torch and Python version, built once and then reused.
+
+An environment counts only with its marker file, which is written last: whatever lacks it was cut off and is built
+again. What is installed is read-only for this project; :func:`verify_install` proves that it still is what was shipped.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvmatrix import locks
+from kvmatrix.config import Pin, Project
+from kvmatrix.errors import DiskError, EnvironmentBuildError, InstallChangedError, UsageError
+
+MARKER = "kvmatrix-env.json"
+LOCK_COPY = "kvmatrix-env.lock"
+CONSTRAINTS = "kvmatrix-env.constraints"
+SCHEMA = 1
+
+Progress = Callable[[str], None]
+
+# Settings of the caller's interpreter and of pip's target that must not reach an environment's installer.
+_NOT_INHERITED = (
+    "KVMATRIX_OVERLAY",
+    "PIP_PREFIX",
+    "PIP_PYTHON",
+    "PIP_REQUIRE_HASHES",
+    "PIP_ROOT",
+    "PIP_TARGET",
+    "PIP_USER",
+    "PYTHONHOME",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
+_INDEX_SETTINGS = (
+    "UV_TORCH_BACKEND",
+    "UV_FIND_LINKS",
+    "UV_DEFAULT_INDEX",
+    "UV_INDEX_URL",
+    "UV_INDEX",
+    "UV_EXTRA_INDEX_URL",
+)
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
+_OVERLAY_HOOK = (
+    'import os; os.environ.get("KVMATRIX_OVERLAY") and __import__("kvmatrix.overlay", fromlist=["install"]).install()\n'
+)
+
+
+@dataclass(frozen=True)
+class PinEnv:
+    """A complete environment of one pin."""
+
+    pin: Pin
+    path: Path
+    python: Path
+    site_packages: Path
+    lock_sha256: str
+    facts: Mapping[str, Any]
+    """From the marker: ``torch``, ``python``, ``installer``, ``seconds``, ``steps``, ``record_sha256``."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True)
+class EnvEntry:
+    """What lies in the folder of environments under one name."""
+
+    name: str
+    path: Path
+    complete: bool
+    facts: Mapping[str, Any]
+
+
+def env_name(pin: Pin, root: Path) -> str:
+    """The environment's name: another lock, torch or Python gives another one.
+
+    Raises:
+        EnvironmentBuildError: the pin's lock is missing.
+    """
+    digest = hashlib.sha256(_read_lock(pin, root))
+    digest.update(f"{pin.torch} {sys.version_info[0]}.{sys.version_info[1]}".encode())
+    return f"vllm-{pin.version}-{pin.device}-{digest.hexdigest()[:12]}"
+
+
+def ensure(project: Project, pin: Pin, progress: Progress = lambda _: None) -> PinEnv:
+    """The environment of ``pin``, built now where it is not there or was cut off. One process builds, others wait.
+
+    Raises:
+        UsageError: ``KVMATRIX_INSTALLER`` is not ``pip`` or ``uv``.
+        EnvironmentBuildError: a step of the build failed or ran out of time.
+        DiskError: the disk is full or the folder cannot be written.
+    """
+    return _ensure(project, pin, progress, framework="torch")
+
+
+def _ensure(project: Project, pin: Pin, progress: Progress, framework: str) -> PinEnv:
+    path = project.home / "envs" / env_name(pin, project.root)
+    budget = project.matrix.budgets.install_timeout_s
+    with _disk_errors(), _exclusive(path, budget, progress) as lock_fd:
+        env = _load(path, pin, project.root)
+        if env is None:
+            _Build(project, pin, path, framework, progress, lock_fd, time.monotonic() + budget).run()
+            env = _load(path, pin, project.root)
+            if env is None:
+                raise EnvironmentBuildError(f"environment {path.name} is not usable right after its build: run again")
+        _link(env.site_packages, project.root)
+    return env
+
+
+def list_envs(project: Project) -> tuple[EnvEntry, ...]:
+    """All environments that lie in the project's home, by name, those that were cut off included."""
+    folder = project.home / "envs"
+    found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    markers = [(path, _read_marker(path)) for path in found]
+    return tuple(EnvEntry(p.name, p, m is not None, m["facts"] if m else {}) for p, m in markers)
+
+
+def remove(project: Project, name: str) -> None:
+    """Delete one environment.
+
+    Raises:
+        UsageError: there is none of that name.
+        DiskError: it cannot be deleted.
+    """
+    known = {entry.name: entry.path for entry in list_envs(project)}
+    if name not in known:
+        raise UsageError(f"unknown environment {name!r}: there are {', '.join(known) or 'none'}")
+    with _disk_errors(), _exclusive(known[name], project.matrix.budgets.install_timeout_s, lambda _: None):
+        _discard(known[name])
+
+
+def wheel_sha256(env: PinEnv) -> str:
+    """sha256 of the vLLM wheel that the lock pins for this machine (see :func:`kvmatrix.locks.wheel_sha256`)."""
+    return locks.wheel_sha256((env.path / LOCK_COPY).read_text(encoding="utf-8"), env.pin.distribution)
+
+
+def verify_install(env: PinEnv) -> None:
+    """Check every file of the pin's distribution against the sha256 that its wheel recorded.
+
+    Raises:
+        InstallChangedError: a file was changed or is missing.
+    """
+    record = _distribution(env.site_packages, env.pin.distribution).read_text("RECORD") or ""
+    known = env.facts.get("record_sha256")
+    now = hashlib.sha256(record.encode()).hexdigest()
+    if known not in (None, now):
+        raise _changed(env, f"{env.pin.distribution}'s RECORD", f"has sha256 {now[:16]}, was {str(known)[:16]}")
+    lines = csv.reader(record.splitlines())
+    rows = [(row[0], row[1].removeprefix("sha256=")) for row in lines if row[1:] and row[1].startswith("sha256=")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = list(pool.map(lambda row: _record_digest(env.site_packages / row[0]), rows))
+    bad = [(name, was, digest) for (name, was), digest in zip(rows, digests, strict=True) if digest != was]
+    if bad or not rows:
+        name, was, digest = bad[0] if bad else ("RECORD", "", None)
+        state = f"has sha256 {_hex16(digest)}" if digest else "is missing"
+        more = f"; {len(bad) - 1} more changed" if len(bad) > 1 else ""
+        raise _changed(env, name, f"{state}, the wheel's has {_hex16(was)}{more}")
+
+
+def _changed(env: PinEnv, name: str, how: str) -> InstallChangedError:
+    return InstallChangedError(
+        f"installed file {name} {how}: remove the environment with `kvmatrix env remove {env.name}`, then run again"
+    )
+
+
+def _record_digest(path: Path) -> str | None:
+    """The file's sha256 as RECORD files write it: urlsafe base64 without padding. None where it cannot be read."""
+    try:
+        with path.open("rb") as f:
+            digest = hashlib.file_digest(f, "sha256").digest()
+    except OSError:
+        return None
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def _hex16(digest: str) -> str:
+    with suppress(ValueError):
+        return base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()[:16]
+    return digest[:16]
+
+
+# --- reading what is there --------------------------------------------------------------------------------------------
+
+
+def _read_lock(pin: Pin, root: Path) -> bytes:
+    try:
+        return (root / pin.lock).read_bytes()
+    except OSError as e:
+        raise EnvironmentBuildError(f"{pin.lock} cannot be read ({e.strerror}): make it with `kvmatrix lock`") from e
+
+
+def _read_marker(path: Path) -> dict[str, Any] | None:
+    """The marker of a complete environment; None where it is missing, damaged or of another layout."""
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(marker, dict) or marker.get("schema") != SCHEMA or marker.get("name") != path.name:
+        return None
+    return marker if isinstance(marker.get("facts"), dict) else None
+
+
+def _load(path: Path, pin: Pin, root: Path) -> PinEnv | None:
+    marker = _read_marker(path)
+    lock_sha256 = hashlib.sha256(_read_lock(pin, root)).hexdigest()
+    python, site_packages = path / "bin" / "python", _site_packages(path)
+    if marker is None or marker.get("lock_sha256") != lock_sha256:
+        return None
+    # The base interpreter may be gone: `exists` follows the link to it.
+    if not python.exists() or not site_packages.is_dir() or not (path / LOCK_COPY).is_file():
+        return None
+    return PinEnv(pin, path, python, site_packages, lock_sha256, marker["facts"])
+
+
+def _site_packages(path: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(path), "platbase": str(path)}))
+
+
+def _distribution(site_packages: Path, name: str) -> Distribution:
+    found = next(iter(Distribution.discover(name=name, path=[str(site_packages)])), None)
+    if found is None:
+        raise InstallChangedError(
+            f"{name} is not installed in {site_packages}: remove the environment with `kvmatrix env remove`, run again"
+        )
+    return found
+
+
+# --- locks, disks and processes ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in _DISK_ERRNOS:
+            raise
+        raise DiskError(f"{e.strerror}: {e.filename}: free some space, or set KVMATRIX_HOME to another folder") from e
+
+
+@contextmanager
+def _exclusive(path: Path, timeout_s: float, progress: Progress) -> Iterator[int]:
+    """Hold the environment's lock file; yields its descriptor.
+
+    The lock files stay: deleting one while another process waits on it would let two in.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    with path.with_name(path.name + ".lock").open("ab") as f:
+        told = False
+        while not _try_lock(f.fileno()):
+            if not told:
+                progress(f"environment {path.name}: waiting for the process that is building it")
+                told = True
+            if time.monotonic() > deadline:
+                raise EnvironmentBuildError(f"environment {path.name}: another process held it for {timeout_s:g} s")
+            time.sleep(0.1)
+        try:
+            yield f.fileno()
+        finally:
+            fcntl.flock(f, fcntl.LOCK_UN)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _discard(path: Path) -> None:
+    """Delete an environment's folder, its marker first: what is left of a deletion that was cut off must not count."""
+    (path / MARKER).unlink(missing_ok=True)
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _run(command: list[str], environ: Mapping[str, str], log: Path, deadline: float, lock_fd: int) -> int:
+    """Run a command in a process group of its own, its output appended to ``log``, and return its exit status.
+
+    Raises:
+        subprocess.TimeoutExpired: the deadline passed; like any other exception it ends the whole group first.
+    """
+    with log.open("ab") as out:
+        out.write(f"$ {' '.join(command)}\n".encode())
+        out.flush()
+        # The child shares the lock: if this process is killed, the next one waits until the orphan has finished.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+            pass_fds=(lock_fd,),
+        )
+    try:
+        return process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except BaseException:
+        _stop(process)
+        raise
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for signum, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=grace_s)
+
+
+# --- installers -------------------------------------------------------------------------------------------------------
+
+
+def _base_python() -> str:
+    """The interpreter behind this one's virtual environment: an environment must not depend on another one."""
+    return str(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+class _Installer(Protocol):
+    name: str
+    cpu_torch_first: bool
+    """Whether a host pin's torch is first asked for with ``UV_TORCH_BACKEND=cpu``."""
+
+    def environ(self) -> dict[str, str]: ...
+
+    def venv(self, path: Path) -> list[str]: ...
+
+    def install(self, python: Path) -> list[str]: ...
+
+
+class _Pip:
+    name = "pip"
+    cpu_torch_first = False
+
+    def environ(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        return kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONNOUSERSITE": "1"}
+
+    def venv(self, path: Path) -> list[str]:
+        return [_base_python(), "-m", "venv", str(path)]
+
+    def install(self, python: Path) -> list[str]:
+        return [str(python), "-m", "pip", "install", "--progress-bar=off"]
+
+
+class _Uv:
+    name = "uv"
+
+    def __init__(self, executable: str) -> None:
+        self.executable = executable
+        # uv does not read pip's PIP_NO_INDEX and has no variable of its own for it.
+        self.no_index = os.environ.get("PIP_NO_INDEX", "").lower() in ("1", "true", "yes", "on")
+        environ = self.environ()
+        self.cpu_torch_first = not self.no_index and not any(environ.get(k) for k in _INDEX_SETTINGS)
+
+    def environ(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        # Hard links into uv's cache would let an edited file come back in the next environment.
+        return {"UV_LINK_MODE": "copy"} | locks.uv_environ(kept) | {"NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
+
+    def venv(self, path: Path) -> list[str]:
+        return [self.executable, "venv", "--no-project", "--python", _base_python(), str(path)]
+
+    def install(self, python: Path) -> list[str]:
+        no_index = ["--no-index"] if self.no_index else []
+        return [self.executable, "pip", "install", "--python", str(python), *no_index]
+
+
+def _installer() -> _Installer:
+    """uv where it is on PATH, else pip; ``KVMATRIX_INSTALLER`` decides otherwise."""
+    wanted = os.environ.get("KVMATRIX_INSTALLER", "")
+    if wanted not in ("", "pip", "uv"):
+        raise UsageError(f"KVMATRIX_INSTALLER={wanted!r} is unknown: set it to pip or uv, or unset it")
+    uv = shutil.which("uv") if wanted != "pip" else None
+    if wanted == "uv" and uv is None:
+        raise EnvironmentBuildError("KVMATRIX_INSTALLER=uv, but uv is not on PATH: install uv, or set it to pip")
+    return _Uv(uv) if uv else _Pip()
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Build:
+    """One build of an environment, under its lock file and against one deadline."""
+
+    project: Project
+    pin: Pin
+    path: Path
+    framework: str
+    progress: Progress
+    lock_fd: int
+    deadline: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Build, and write the marker last.
+
+        Raises:
+            EnvironmentBuildError, DiskError, UsageError: see :func:`ensure`.
+        """
+        self.tool = _installer()
+        self.log = self.project.home / "logs" / f"env-{self.path.name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        lock = _read_lock(self.pin, self.project.root)
+        text = lock.decode("utf-8", errors="replace")
+        entries = locks.parse(text)
+        locks.wheel_sha256(text, self.pin.distribution)
+        if self.path.exists():
+            self.progress(f"environment {self.path.name}: removing what an earlier build left behind")
+            _discard(self.path)
+        self._step("venv", f"creating it with {self.tool.name}", self.tool.venv(self.path), {})
+        (self.path / LOCK_COPY).write_bytes(lock)
+        (self.path / CONSTRAINTS).write_text(locks.constraints(entries), encoding="utf-8")
+        # The installers' scratch space: on the same disk, and gone with the folder when a build is cut off.
+        self.scratch = self.path / "tmp"
+        self.scratch.mkdir()
+        self._install_framework()
+        self._install_lock(len(entries))
+        self._step_link()
+        shutil.rmtree(self.scratch)
+        self._write_marker(lock)
+
+    def _install_framework(self) -> None:
+        requirement = f"{self.framework}=={self.pin.torch}"
+        command = [*self.tool.install(self.python), "-c", str(self.path / CONSTRAINTS), requirement]
+        title = f"installing {self.framework} {self.pin.torch}"
+        if self.pin.device == "host" and self.tool.cpu_torch_first:
+            try:
+                return self._step("torch", title + " for CPU", command, {"UV_TORCH_BACKEND": "cpu"})
+            except EnvironmentBuildError:
+                title += " from the default index"
+        return self._step("torch", title, command, {})
+
+    def _install_lock(self, count: int) -> None:
+        command = [*self.tool.install(self.python), "--no-deps", "--require-hashes", "-r", str(self.path / LOCK_COPY)]
+        title = f"installing {self.pin.distribution} {self.pin.version} and what it needs ({count} locked packages)"
+        self._step("packages", title, command, {})
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    def _step(self, name: str, title: str, command: list[str], extra: dict[str, str]) -> None:
+        self.progress(f"environment {self.path.name}: {title}")
+        environ = self.tool.environ() | extra | ({"TMPDIR": str(self.scratch)} if name != "venv" else {})
+        offset, started = self.log.stat().st_size, time.monotonic()
+        try:
+            status = _run(command, environ, self.log, self.deadline, self.lock_fd)
+        except subprocess.TimeoutExpired:
+            budget = self.project.matrix.budgets.install_timeout_s
+            raise self._failure(name, f"not finished after {budget:g} s (install_timeout_s)") from None
+        except OSError as e:
+            if e.errno in _DISK_ERRNOS and e.filename != command[0]:
+                raise
+            raise self._failure(name, f"{command[0]} cannot be run: {e.strerror}") from e
+        if status:
+            self._fail(name, self.log.read_bytes()[offset:].decode("utf-8", errors="replace"))
+        self.seconds[name] = round(time.monotonic() - started, 1)
+
+    def _failure(self, step: str, what: str) -> EnvironmentBuildError:
+        return EnvironmentBuildError(f"environment {self.path.name}: step {step} failed: {what}; log: {self.log}")
+
+    def _fail(self, step: str, output: str) -> None:
+        if any(message in output for message in _DISK_MESSAGES):
+            raise DiskError(
+                f"no space left on the disk in step {step} of environment {self.path.name}: free some, or set"
+                f" KVMATRIX_HOME to a folder on another disk; log: {self.log}"
+            )
+        if "ensurepip is not" in output:
+            raise self._failure(step, f"{_base_python()} has no ensurepip: install its venv package, or uv")
+        # The first line is the command itself.
+        raise self._failure(step, locks.reason(output.partition("\n")[2]))
+
+    def _step_link(self) -> None:
+        self.progress(f"environment {self.path.name}: linking kvmatrix")
+        started = time.monotonic()
+        _link(_site_packages(self.path), self.project.root)
+        self.seconds["link"] = round(time.monotonic() - started, 1)
+
+    def _write_marker(self, lock: bytes) -> None:
+        site_packages = _site_packages(self.path)
+        record = _distribution(site_packages, self.pin.distribution).read_text("RECORD") or ""
+        facts = {
+            "torch": _distribution(site_packages, self.framework).version,
+            "python": platform.python_version(),
+            "installer": self.tool.name,
+            "seconds": round(sum(self.seconds.values()), 1),
+            "steps": self.seconds,
+            "record_sha256": hashlib.sha256(record.encode()).hexdigest(),
+        }
+        digest = hashlib.sha256(lock).hexdigest()
+        marker = {"schema": SCHEMA, "name": self.path.name, "lock_sha256": digest, "facts": facts}
+        _write_atomically(self.path / MARKER, json.dumps(marker, indent=2).encode() + b"\n")
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    partial.replace(path)
+
+
+# --- the link to this project -----------------------------------------------------------------------------------------
+
+
+def _link(site_packages: Path, root: Path) -> None:
+    """Make ``root``'s kvmatrix importable in the environment and visible to ``importlib.metadata``.
+
+    Nothing is written where it is so already.
+
+    Written by hand because an editable install would need the build backend, and so a network.
+
+    Raises:
+        EnvironmentBuildError: the project's version or entry points cannot be read.
+    """
+    files = _link_files(root)
+    if all(_same(site_packages / name, data) for name, data in files.items()):
+        return
+    info = next(name for name in files if name.endswith("/METADATA")).partition("/")[0]
+    for stale in site_packages.glob("kvmatrix-*.dist-info"):
+        if stale.name != info:
+            shutil.rmtree(stale)
+    (site_packages / info).mkdir(exist_ok=True)
+    for name, data in files.items():
+        _write_atomically(site_packages / name, data)
+
+
+def _same(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _link_files(root: Path) -> dict[str, bytes]:
+    """Path, relative to site-packages, and content of every file that links the project at ``root``."""
+    version, groups = _project_metadata(root)
+    info = f"kvmatrix-{version}.dist-info"
+    sections = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in sorted(groups[group].items())) for group in groups]
+    files = {
+        "kvmatrix.pth": f"{root}\n{_OVERLAY_HOOK}".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: kvmatrix\nVersion: {version}\n".encode(),
+        f"{info}/INSTALLER": b"kvmatrix\n",
+        f"{info}/entry_points.txt": "\n".join(sections).encode(),
+    }
+    rows = [f"{name},sha256={_b64_sha256(data)},{len(data)}\n" for name, data in files.items()]
+    return files | {f"{info}/RECORD": "".join([*rows, f"{info}/RECORD,,\n"]).encode()}
+
+
+def _b64_sha256(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+
+
+def _project_metadata(root: Path) -> tuple[str, dict[str, dict[str, str]]]:
+    try:
+        source = (root / "kvmatrix" / "__init__.py").read_text(encoding="utf-8")
+        version = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+        groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    except (OSError, tomllib.TOMLDecodeError, KeyError) as e:
+        raise EnvironmentBuildError(f"kvmatrix in {root} cannot be linked: {e}") from e
+    if version is None:
+        raise EnvironmentBuildError(f"kvmatrix in {root} cannot be linked: kvmatrix/__init__.py has no __version__")
+    return version[1], groups

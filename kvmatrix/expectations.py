@@ -1,0 +1,99 @@
+"""Expected failures, as data: ``conformance/expectations/*.toml``. What no entry names is expected to PASS."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from kvmatrix.cells import Cell
+from kvmatrix.errors import UsageError
+from kvmatrix.records import ProbeRow, Status
+
+
+class Expectation(BaseModel):
+    """One entry: rows whose facts match every given list are expected to end in ``status`` with a matching reason."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    status: Literal["FAIL"]
+    message: str
+    """Regular expression that the row's reason must match."""
+    why: str
+    link: str
+    arm: tuple[str, ...]
+    tier: tuple[str, ...] = ()
+    probe: tuple[str, ...] = ()
+    pin: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
+    backend: tuple[str, ...] = ()
+    mode: tuple[str, ...] = ()
+    chunk: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+
+    @field_validator("message")
+    @classmethod
+    def _compiles(cls, message: str) -> str:
+        re.compile(message)
+        return message
+
+    def matches(self, cell: Cell, probe: str) -> bool:
+        facts = cell.model_dump() | {"probe": probe}
+        axes = ("arm", "tier", "probe", "pin", "device", "backend", "mode", "chunk", "block")
+        return all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
+
+
+class Expectations:
+    """All entries of a folder; finds the one for a row, and the ones that no row needed."""
+
+    def __init__(self, entries: Iterable[Expectation]) -> None:
+        self.entries = list(entries)
+        self._used: set[int] = set()
+
+    @classmethod
+    def load(cls, folder: Path) -> Expectations:
+        """Read every ``*.toml`` in ``folder``.
+
+        Raises:
+            UsageError: a file is not valid TOML, or an entry has an unknown key or a bad value.
+        """
+        entries = []
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                raw = tomllib.loads(path.read_text(encoding="utf-8"))
+                entries += [Expectation.model_validate(e) for e in raw.get("expect", [])]
+            except tomllib.TOMLDecodeError as e:
+                raise UsageError(f"{path.name} is not valid TOML: {e}") from e
+            except ValidationError as e:
+                first = e.errors()[0]
+                raise UsageError(f"{path.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+        return cls(entries)
+
+    def find(self, cell: Cell, probe: str) -> Expectation | None:
+        for index, entry in enumerate(self.entries):
+            if entry.matches(cell, probe):
+                self._used.add(index)
+                return entry
+        return None
+
+    def unused(self) -> list[Expectation]:
+        """Entries that no :meth:`find` has matched: stale, or misspelt."""
+        return [e for i, e in enumerate(self.entries) if i not in self._used]
+
+
+def expected_status(entry: Expectation | None, status: Status, reason: str) -> Status:
+    """The status expected of a row. An expected FAIL with another reason is not the expected one: PASS is expected then."""
+    if entry is None:
+        return "PASS"
+    if status == "FAIL" and not re.search(entry.message, reason):
+        return "PASS"
+    return entry.status
+
+
+def is_problem(row: ProbeRow) -> bool:
+    """Whether a row makes a run red: anything unexpected but what could not run here and says why."""
+    return row.status not in ("UNSUPPORTED", "NOT_RUN") and not row.as_expected

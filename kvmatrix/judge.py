@@ -1,0 +1,144 @@
+"""From observations to a status. A probe that did not establish its state is INFRA, never PASS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvmatrix.arms import Arm
+from kvmatrix.cells import Cell
+from kvmatrix.config import Tolerances
+from kvmatrix.records import Status
+
+
+@dataclass(frozen=True)
+class Verdict:
+    status: Status
+    reason: str = ""
+
+
+def requested(cell: Cell) -> dict[str, Any]:
+    return {
+        "backend": cell.backend,
+        "mode": cell.mode,
+        "block_size": cell.block,
+        "attention_chunk_size": cell.chunk,
+        "dtype": cell.dtype,
+        "offload": cell.offload,
+    }
+
+
+def resolved(engine: dict[str, Any]) -> dict[str, Any]:
+    """What the engine says it runs, in the terms of :func:`requested`, plus facts that have no request."""
+    state, worker = engine["state"], engine["worker"]
+    eager = state["enforce_eager"] and state["compilation_mode"] == "NONE" and worker["compiled"] == 0
+    compiled = not state["enforce_eager"] and state["compilation_mode"] != "NONE" and worker["compiled"] > 0
+    chunks = sorted({g["attention_chunk_size"] for g in state["groups"] if g["attention_chunk_size"]})
+    return {
+        "backend": ",".join(sorted(set(worker["backends"].values()))),
+        "mode": "eager" if eager else "compiled" if compiled else f"unclear ({state['compilation_mode']})",
+        "block_size": state["block_size"],
+        "attention_chunk_size": chunks[0] if len(chunks) == 1 else chunks or None,
+        "dtype": state["dtype"],
+        "offload": (state["offload"] or {}).get("mode"),
+        "compilation_mode": state["compilation_mode"],
+        "cudagraph_mode": state["cudagraph_mode"],
+        "kv_groups": [g["kind"] for g in state["groups"]],
+        "cache_dtype": state["cache_dtype"],
+        "max_num_seqs": state["max_num_seqs"],
+        "num_gpu_blocks": state["num_gpu_blocks"],
+    }
+
+
+def judge_engine(cell: Cell, engine: dict[str, Any]) -> Verdict:
+    """Whether the engine that came up is the one that the cell names."""
+    asked, got = requested(cell), resolved(engine)
+    for axis, value in asked.items():
+        if got[axis] != value:
+            return Verdict("UNSUPPORTED", f"not-honoured: {axis} {value} was asked for, vLLM runs {got[axis]}")
+    kinds = set(got["kv_groups"])
+    if "FullAttentionSpec" not in kinds or ("c" in cell.layers and "ChunkedLocalAttentionSpec" not in kinds):
+        return Verdict("INFRA", f"vacuous: the KV groups are {sorted(kinds)}, no chunked-local beside full attention")
+    return Verdict("PASS")
+
+
+def judge_probe(observed: dict[str, Any], arm: Arm, tolerances: Tolerances, vocab_size: int, cold: Verdict | None) -> Verdict:
+    """Status of one LLM probe; ``cold`` is the verdict of the cell's cold probe (None when this is it)."""
+    for problem in _not_established(observed, arm, vocab_size):
+        return Verdict("INFRA", problem)
+    if cold is not None and cold.status != "PASS":
+        return Verdict("INFRA", f"no-reference: the cold answer is {cold.status}, there is nothing to compare with")
+    for fault in _faults(observed, tolerances):
+        return Verdict("FAIL", fault)
+    return Verdict("PASS")
+
+
+def _not_established(o: dict[str, Any], arm: Arm, vocab_size: int) -> Iterator[str]:
+    plan, counters = o["plan"], o["counters"]
+    if o["imported"] != arm.expected:
+        yield f"wrong-arm: the engine imported {_short(o['imported'])}, arm {arm.name} is {_short(arm.expected)}"
+    if o["vocab_compared"] != vocab_size:
+        yield f"logprobs: {o['vocab_compared']} of {vocab_size} logprobs were returned"
+    if counters["preemptions"]:
+        yield f"preempted: {counters['preemptions']} preemptions during the probe"
+    if counters["device_hit_tokens"] != plan["device_tokens"]:
+        yield (
+            f"not-established: the device served {counters['device_hit_tokens']} tokens,"
+            f" the probe needs {plan['device_tokens']}"
+        )
+    if o["cpu_resident_tokens"] < plan["cpu_tokens"]:
+        yield (f"not-established: the CPU tier holds {o['cpu_resident_tokens']} tokens, the probe needs {plan['cpu_tokens']}")
+    if o["cached_tokens"] != counters["device_hit_tokens"] + counters["external_hit_tokens"]:
+        yield (
+            f"counters: {o['cached_tokens']} cached tokens are not {counters['device_hit_tokens']} device"
+            f" + {counters['external_hit_tokens']} external"
+        )
+    if plan["reuse_tokens"] == 0 and counters["external_hit_tokens"]:
+        yield f"not-established: {counters['external_hit_tokens']} external tokens where none were planned"
+
+
+def _faults(o: dict[str, Any], tolerances: Tolerances) -> Iterator[str]:
+    plan, counters = o["plan"], o["counters"]
+    error = o["max_logprob_error"]
+    reference = o.get("reference")
+    if reference and (
+        reference["tokens"] != o["tokens"] or not reference["max_logprob_error"] <= tolerances.max_reference_error
+    ):
+        yield (
+            f"reference: tokens {o['tokens']} against transformers' {reference['tokens']},"
+            f" logprob error {reference['max_logprob_error']:.6g} nats"
+        )
+    if o["tokens"] != o["cold_tokens"] or not error <= tolerances.max_logprob_error:
+        yield f"wrong-output: tokens {o['tokens']} for {o['cold_tokens']}, logprob error {error:.6g} nats"
+    external, reuse = counters["external_hit_tokens"], plan["reuse_tokens"]
+    if o["probe"] in ("pure-cpu-hit", "mixed-aligned") and external != reuse:
+        yield f"lost-reuse: {external} of {reuse} external tokens, where the lookup is sound as it stands"
+    if external == reuse and counters["loaded_blocks"] < plan["needed_loads"]:
+        yield f"unsound-load: {counters['loaded_blocks']} blocks loaded, attention needs {plan['needed_loads']}"
+    if o["pending_hits"]:
+        yield f"leaked-pin: {o['pending_hits']} pending CPU hits are still pinned after the request"
+
+
+def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
+    """Status of one scheduler case: sound, nothing leaked, and no reuse lost where the stock lookup is right."""
+    if case["imported"] != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(case['imported'])}, arm {arm.name} is {_short(arm.expected)}")
+    answer = f"({case['external_tokens']}, {case['is_async']})"
+    if any(case["missing"]):
+        lacking = {g: m for g, m in enumerate(case["missing"]) if m}
+        return Verdict("FAIL", f"unsound: answers {answer}, without KV (group: blocks) {lacking}")
+    if case["leaked_cpu_pins"] or case["leaked_device_refs"] or case["pending_hits"]:
+        return Verdict(
+            "FAIL",
+            f"leaked: {case['leaked_cpu_pins']} CPU pins, {case['leaked_device_refs']} device references,"
+            f" {case['pending_hits']} pending hits",
+        )
+    aligned = all(c is None or case["prefix"] % c == 0 for c in case["chunks"])
+    if aligned and case["external_tokens"] != case["ideal_tokens"]:
+        return Verdict("FAIL", f"lost-reuse: answers {answer}, {case['ideal_tokens']} tokens can be served")
+    return Verdict("PASS")
+
+
+def _short(digests: dict[str, str]) -> str:
+    return ", ".join(f"{m.rsplit('.', 1)[-1]} {d[:12]}" for m, d in digests.items()) or "nothing"

@@ -1,0 +1,279 @@
+"""Requirements locks of pins: how one is read, and how one is made again.
+
+A lock is a pip requirements file in which every package is pinned with ``==`` and hashed. It holds the pin's vLLM
+distribution and all that it and torch need, but not torch itself: torch is installed first, in the build that fits the
+machine. A comment ``# wheel: FILE sha256:HEX`` says which of the distribution's hashes belongs to which file.
+"""
+
+from __future__ import annotations
+
+import email.parser
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import sys_tags
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from kvmatrix.config import Pin, Project
+from kvmatrix.errors import EnvironmentBuildError
+
+TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
+CUDA_ONLY = ("nvidia-", "cuda-")
+MAX_REASON = 500
+
+_ENTRY = re.compile(
+    r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;]+)"
+    r"(?:\s*;\s*(?P<marker>\S.*?))?"
+    r"(?P<hashes>(?:\s+--hash=sha256:[0-9a-f]{64})+)"
+)
+_WHEEL = re.compile(r"^# wheel: (?P<file>\S+\.whl) sha256:(?P<hex>[0-9a-f]{64})$", re.MULTILINE)
+_ERROR = re.compile(r"(?:error:|\u00d7)\s*", re.IGNORECASE)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_REQUIREMENTS = "requirements.in"
+
+# pip's variable, uv's own for the same setting (the first is the one to set, any of them wins over pip's), and what uv
+# puts between several values.
+_PIP_TO_UV = (
+    ("PIP_FIND_LINKS", ("UV_FIND_LINKS",), ","),
+    ("PIP_INDEX_URL", ("UV_DEFAULT_INDEX", "UV_INDEX_URL"), ""),
+    ("PIP_EXTRA_INDEX_URL", ("UV_INDEX", "UV_EXTRA_INDEX_URL"), " "),
+    ("PIP_CERT", ("SSL_CERT_FILE",), ""),
+    ("PIP_DEFAULT_TIMEOUT", ("UV_HTTP_TIMEOUT",), ""),
+)
+
+
+@dataclass(frozen=True)
+class Locked:
+    """One entry of a lock."""
+
+    name: str
+    version: str
+    marker: str
+    hashes: tuple[str, ...]
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}=={self.version}" + (f" ; {self.marker}" if self.marker else "")
+
+
+def parse(text: str) -> tuple[Locked, ...]:
+    """The entries of a lock.
+
+    Raises:
+        EnvironmentBuildError: a line is anything but a package pinned with ``==`` and hashed (an option or a URL, say).
+    """
+    entries = []
+    for line in _logical_lines(text):
+        match = _ENTRY.fullmatch(line)
+        if match is None:
+            raise EnvironmentBuildError(f"the lock has {line[:80]!r}: only name==version with sha256 hashes is allowed")
+        hashes = tuple(re.findall(r"sha256:([0-9a-f]{64})", match["hashes"]))
+        entries.append(Locked(canonicalize_name(match["name"]), match["version"], match["marker"] or "", hashes))
+    if not entries:
+        raise EnvironmentBuildError("the lock is empty: make it again with `kvmatrix lock`")
+    return tuple(entries)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    for line in text.replace("\\\n", " ").splitlines():
+        stripped = line.strip()
+        if stripped and not stripped.startswith("#"):
+            yield " ".join(stripped.split())
+
+
+def constraints(entries: Sequence[Locked]) -> str:
+    """The lock's pins as a constraints file. Without hashes: one hashed line would ask for hashes of torch as well."""
+    return "".join(f"{entry.requirement}\n" for entry in entries)
+
+
+def wheel_sha256(text: str, distribution: str) -> str:
+    """sha256 of the wheel that a lock installs for ``distribution`` on this machine.
+
+    Several, sorted and joined by commas, where the lock does not tell them apart.
+
+    Raises:
+        EnvironmentBuildError: the lock is malformed or does not have the distribution.
+    """
+    name = canonicalize_name(distribution)
+    hashes = {h for entry in parse(text) if entry.name == name for h in entry.hashes}
+    if not hashes:
+        raise EnvironmentBuildError(f"the lock does not have {distribution}: make it again with `kvmatrix lock`")
+    named = {m["hex"]: m["file"] for m in _WHEEL.finditer(text) if m["hex"] in hashes}
+    fitting = {h for h, file in named.items() if _fits_this_machine(file)} or hashes - named.keys() or hashes
+    return ",".join(sorted(fitting))
+
+
+def _fits_this_machine(wheel: str) -> bool:
+    try:
+        tags = parse_wheel_filename(wheel)[3]
+    except InvalidWheelFilename:
+        return False
+    return not tags.isdisjoint(sys_tags())
+
+
+def uv_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with those of pip's settings that uv does not read, in uv's words; uv's own settings win."""
+    result = dict(environ)
+    for pip_name, uv_names, separator in _PIP_TO_UV:
+        value = environ.get(pip_name, "").strip()
+        if not value or any(environ.get(name) for name in uv_names):
+            continue
+        result[uv_names[0]] = separator.join(value.split()) if separator else value
+        if pip_name == "PIP_EXTRA_INDEX_URL":
+            # pip looks at all indexes at once; uv by default stays with the first that has the name.
+            result.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
+    return result
+
+
+def reason(output: str) -> str:
+    """What an installer's output says went wrong, on one line: its last error with the lines that explain it."""
+    lines = [_ANSI.sub("", line).rstrip() for line in output.splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("WARNING:", "[notice]", "hint:"))]
+    starts = [i for i, line in enumerate(lines) if _ERROR.match(line.lstrip())]
+    if not starts:
+        return lines[-1].strip()[:MAX_REASON] if lines else "no output"
+    first = _ERROR.sub("", lines[starts[-1]].strip(), count=1)
+    rest = []
+    for line in lines[starts[-1] + 1 :]:
+        if not line[0].isspace():
+            break
+        rest.append(line)
+    return " ".join(" ".join([first, *rest]).split())[:MAX_REASON]
+
+
+def regenerate(project: Project, pin: Pin, progress: Callable[[str], None] = lambda _: None, upgrade: bool = False) -> Path:
+    """Make ``pin``'s lock again with uv and return its path. What the present lock pins is kept where it still fits.
+
+    ``upgrade``: take the newest of everything instead.
+
+    Raises:
+        EnvironmentBuildError: no uv, the wheel cannot be had, its requirements have no solution, or it takes longer
+            than the matrix's ``install_timeout_s``.
+    """
+    uv = shutil.which("uv")
+    if uv is None:
+        raise EnvironmentBuildError("uv is not on PATH and a lock is made with it: install uv, then run again")
+    target = project.root / pin.lock
+    with tempfile.TemporaryDirectory(prefix="kvmatrix-lock-") as folder:
+        work = _Workshop(Path(folder), uv, _python_floor(project), project.matrix.budgets.install_timeout_s)
+        progress(f"downloading {pin.distribution} {pin.version}")
+        wheel = work.download(f"{pin.distribution}=={pin.version}")
+        progress(f"resolving its requirements together with torch {pin.torch}")
+        if target.is_file() and not upgrade:
+            work.prefer(target.read_text(encoding="utf-8"))
+        resolved = work.compile([*requires(wheel), f"torch=={pin.torch}"])
+        own = work.compile([f"{pin.distribution}=={pin.version}"], "--no-deps", "--no-annotate")
+        text = _header(pin, wheel) + _without_torch(resolved + own).replace(f"-r {_REQUIREMENTS}", pin.distribution)
+    parse(text)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(target)
+    return target
+
+
+def requires(wheel: Path) -> list[str]:
+    """The requirements that a wheel declares, without those of extras and without torch and its family.
+
+    Raises:
+        EnvironmentBuildError: the file is not a wheel, or a requirement is malformed.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+            metadata = email.parser.BytesParser().parsebytes(archive.read(name))
+        declared = [Requirement(line) for line in metadata.get_all("Requires-Dist") or ()]
+    except (OSError, zipfile.BadZipFile, StopIteration, InvalidRequirement) as e:
+        raise EnvironmentBuildError(f"{wheel.name} is not a readable wheel: {e}") from e
+    return [
+        str(r)
+        for r in declared
+        if canonicalize_name(r.name) not in TORCH_FAMILY and "extra" not in re.findall(r"\w+", str(r.marker or ""))
+    ]
+
+
+def _python_floor(project: Project) -> str:
+    """The lowest Python that the project supports: a lock serves it and all later ones."""
+    text = (project.root / "pyproject.toml").read_text(encoding="utf-8")
+    match = re.search(r">=\s*([\d.]+)", tomllib.loads(text)["project"]["requires-python"])
+    if match is None:
+        raise EnvironmentBuildError("pyproject.toml: requires-python has no lower bound")
+    return match[1]
+
+
+@dataclass(frozen=True)
+class _Workshop:
+    """A scratch folder and the two tools that work in it."""
+
+    folder: Path
+    uv: str
+    python_version: str
+    timeout_s: float
+
+    def download(self, requirement: str) -> Path:
+        wheels = self.folder / "wheels"
+        options = ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={wheels}"]
+        self._run([sys.executable, "-m", "pip", "download", *options, requirement], os.environ)
+        return next(wheels.glob("*.whl"))
+
+    def prefer(self, lock: str) -> None:
+        (self.folder / "lock").write_text(lock, encoding="utf-8")
+
+    def compile(self, requirements: Sequence[str], *options: str) -> str:
+        (self.folder / _REQUIREMENTS).write_text("".join(f"{r}\n" for r in requirements), encoding="utf-8")
+        # Wheels at hand must not decide: the CPU build of torch does not require the triton of its CUDA build.
+        environ = {k: v for k, v in os.environ.items() if k not in ("PIP_FIND_LINKS", "UV_FIND_LINKS")}
+        environ = uv_environ(environ)
+        environ.pop("UV_TORCH_BACKEND", None)
+        options = ("--universal", f"--python-version={self.python_version}", "--generate-hashes", *options)
+        command = [self.uv, "pip", "compile", *options, "--no-header", "--no-progress", "--output-file=lock"]
+        self._run([*command, _REQUIREMENTS], environ)
+        return (self.folder / "lock").read_text(encoding="utf-8")
+
+    def _run(self, command: list[str], environ: Mapping[str, str]) -> None:
+        try:
+            subprocess.run(
+                command,
+                cwd=self.folder,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=self.timeout_s,
+                check=True,
+            )
+        except subprocess.CalledProcessError as e:
+            raise EnvironmentBuildError(f"the lock could not be made: {reason(e.stdout + e.stderr)}") from e
+        except (subprocess.TimeoutExpired, OSError) as e:
+            raise EnvironmentBuildError(f"the lock could not be made: {e}") from e
+
+
+def _without_torch(compiled: str) -> str:
+    """The blocks of uv's output sorted by name, less torch's family and what only a CUDA build of it needs."""
+    blocks = re.split(r"^(?=[A-Za-z0-9])", compiled, flags=re.MULTILINE)
+    named = sorted((canonicalize_name(block.partition("==")[0]), block) for block in blocks if "==" in block)
+    return "".join(block for name, block in named if name not in TORCH_FAMILY and not name.startswith(CUDA_ONLY))
+
+
+def _header(pin: Pin, wheel: Path) -> str:
+    with wheel.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    return (
+        f"# Lock of the pin vLLM {pin.version} on {pin.device}: {pin.distribution} {pin.version} and what it needs,\n"
+        f"# resolved together with torch {pin.torch} for every supported Python.\n"
+        "# Not in it: torch and its family, which are installed first in the build that fits the machine, and what\n"
+        "# only a CUDA build of torch needs. triton is in it: the same lock serves both builds.\n"
+        "# Do not edit: `kvmatrix lock` makes it again from the wheel's own requirements (it needs uv).\n"
+        f"# wheel: {wheel.name} sha256:{digest}\n"
+    )

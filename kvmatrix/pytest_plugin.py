@@ -1,0 +1,116 @@
+"""pytest as the front end of a conformance run.
+
+The cells of the collected items run first, side by side, with their own progress; the items then only look at the rows.
+So a crash of pytest, of a cell or of the machine costs no finished row, and `-k` narrows what is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvmatrix.cells import Cell
+from kvmatrix.errors import ExitCode, KvmatrixError
+from kvmatrix.expectations import Expectation, is_problem
+from kvmatrix.records import ProbeRow
+from kvmatrix.runner import probe_id, probe_names
+from kvmatrix.session import Session, exit_code, planned_ids
+
+
+class ConformancePlugin:
+    """Registered by ``kvmatrix conformance``; holds the run and, afterwards, its rows and exit code."""
+
+    def __init__(self, session: Session, cells: Sequence[Cell]) -> None:
+        self.session = session
+        self.cells = list(cells)
+        self.rows: dict[str, ProbeRow] = {}
+        self.error: KvmatrixError | None = None
+        self.interrupted = False
+        self.stale: list[Expectation] = []
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for tier in ("llm", "scheduler"):
+            fixture = f"{tier}_row"
+            if fixture in metafunc.fixturenames:
+                planned = [
+                    (c, name) for c in self.cells if c.tier == tier for name in probe_names(c, self.session.project.matrix)
+                ]
+                metafunc.parametrize(fixture, planned, ids=[probe_id(c, n) for c, n in planned], indirect=True)
+
+    @pytest.fixture
+    def llm_row(self, request: pytest.FixtureRequest) -> ProbeRow:
+        return self._row(request.param)
+
+    @pytest.fixture
+    def scheduler_row(self, request: pytest.FixtureRequest) -> ProbeRow:
+        return self._row(request.param)
+
+    def _row(self, param: tuple[Cell, str]) -> ProbeRow:
+        return self.rows[probe_id(*param)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Any:
+        if session.config.option.collectonly or session.testsfailed:
+            return (yield)
+        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+        try:
+            with capture.global_and_fixture_disabled():
+                self._run(self._wanted(session.items))
+        except KvmatrixError as e:
+            self.error = e
+        except KeyboardInterrupt:
+            self.interrupted = True
+        if self.error or self.interrupted:
+            session.items.clear()
+        return (yield)
+
+    def _wanted(self, items: Sequence[pytest.Item]) -> list[Cell]:
+        wanted = set()
+        for item in items:
+            spec: Any = getattr(item, "callspec", None)
+            for param in (spec.params if spec else {}).values():
+                if isinstance(param, tuple) and isinstance(param[0], Cell):
+                    wanted.add(param[0].id)
+        return [c for c in self.cells if c.id in wanted]
+
+    def _run(self, cells: list[Cell]) -> None:
+        if not cells:
+            return
+        ctx = self.session.open(planned_ids(cells, self.session.project))
+        rows = self.session.run_cells(cells)
+        self.rows = {r.id: r for r in rows}
+        if len(cells) == len(self.cells) and self._whole_matrix():
+            self.stale = ctx.expectations.unused()
+
+    def _whole_matrix(self) -> bool:
+        s = self.session.selection
+        return not (s.backends or s.modes or s.chunks or s.blocks or s.dtypes or s.tiers or s.arms)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        if self.interrupted:
+            return ExitCode.INTERRUPTED
+        if self.error:
+            return self.error.code
+        return exit_code(list(self.rows.values()), len(self.stale))
+
+    def finish(self) -> None:
+        """Write the run's last row."""
+        self.session.close(self.exit_code, [r.status for r in self.rows.values()])
+
+
+def check(row: ProbeRow) -> None:
+    """What a conformance item asserts of its row.
+
+    An expected failure is shown as xfailed; an unexpected pass, or a failure with another reason, fails.
+    """
+    if row.status in ("UNSUPPORTED", "NOT_RUN"):
+        pytest.skip(f"{row.status}: {row.reason}")
+    if is_problem(row):
+        expected = f"{row.expected} was expected" + (f" ({row.expectation})" if row.expectation else "")
+        pytest.fail(f"{row.id} is {row.status}: {row.reason or 'no fault seen'}; {expected}", pytrace=False)
+    if row.status == "FAIL":
+        pytest.xfail(row.reason)
+    assert row.status == "PASS"

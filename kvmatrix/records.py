@@ -1,0 +1,236 @@
+"""Rows: what was planned, what ran, what came of it. JSON lines, one file a run, each line written when its fact is known.
+
+A line is flushed and synced before the next cell starts, so a crash, a full disk or Ctrl-C loses no finished row. Rows are
+never changed: a second try is a second row with a higher ``attempt``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvmatrix.errors import DiskError, RowsError
+
+SCHEMA = 1
+Status = Literal["PASS", "FAIL", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED", "NOT_RUN"]
+EXECUTED = ("PASS", "FAIL")
+
+
+class Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    row_schema: int = SCHEMA
+    run: str
+    """Id of the run: UTC start time and four random hex digits."""
+
+
+class RunRow(Row):
+    """First line of a file."""
+
+    kind: Literal["run"] = "run"
+    suite: Literal["conformance", "perf"]
+    started: str
+    argv: list[str]
+    facts: dict[str, Any]
+    """Machine, device, versions and hashes; no names and no paths."""
+    planned: list[str]
+    """Ids of everything that the run means to report: a row for each must follow."""
+
+
+class ProbeRow(Row):
+    """One attempt at one probe of an LLM cell, or at one case of a scheduler cell."""
+
+    kind: Literal["probe"] = "probe"
+    id: str
+    """``<cell id>-<probe>``."""
+    cell: dict[str, Any]
+    """The cell's axes."""
+    probe: str
+    attempt: int = 1
+    status: Status
+    expected: Status = "PASS"
+    reason: str = ""
+    """Why the status is not PASS: a code, a colon, and a sentence."""
+    expectation: str = ""
+    """Why another status than PASS is expected, from ``conformance/expectations``."""
+    patch_sha256: str | None = None
+    imported: dict[str, str] = {}
+    """Module -> sha256 of the source that the running engine really imported."""
+    requested: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
+    """Read back from the engine; where it differs from ``requested`` the probe is not counted as run."""
+    tokens: list[int] | None = None
+    """Generated token ids."""
+    cold_tokens: list[int] | None = None
+    max_logprob_error: float | None = None
+    """Against cold, over the whole vocabulary, in nats."""
+    reference_error: float | None = None
+    """Cold against transformers' Llama 4 on the same checkpoint, in nats."""
+    cached_tokens: int | None = None
+    device_hit_tokens: int | None = None
+    external_hit_tokens: int | None = None
+    reuse_tokens: int | None = None
+    """External tokens that a lookup with nothing lost would return."""
+    loaded_blocks: int | None = None
+    needed_loads: int | None = None
+    seconds: float | None = None
+    log: str = ""
+    """The child's log file, relative to the run's folder."""
+
+    @property
+    def as_expected(self) -> bool:
+        return self.status == self.expected
+
+
+class CellRow(Row):
+    """One attempt at one cell's process."""
+
+    kind: Literal["cell"] = "cell"
+    id: str
+    attempt: int = 1
+    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED"]
+    reason: str = ""
+    isolation: Literal["fork", "process"]
+    seconds: float
+    max_rss_kib: int | None = None
+    engine_start_s: float | None = None
+    filler_requests: int | None = None
+
+
+class PerfRow(Row):
+    """Interleaved timings of one workload on all arms."""
+
+    kind: Literal["perf"] = "perf"
+    id: str
+    group: Literal["lookup", "generate", "harness"]
+    workload: str
+    geometry: dict[str, Any]
+    status: Status
+    reason: str = ""
+    order: list[str] = []
+    """Arm of each measured round, in the order in which they ran."""
+    seconds: dict[str, list[float]] = {}
+    """Arm -> seconds of its rounds, in order; nothing is left out."""
+    answers: dict[str, Any] = {}
+    """Arm -> what it answered: external tokens, output tokens, whether the output was cold's."""
+    imported: dict[str, dict[str, str]] = {}
+
+
+class EndRow(Row):
+    """Last line of a run that came to its end, however it ended."""
+
+    kind: Literal["end"] = "end"
+    finished: str
+    exit_code: int
+    counts: dict[str, int]
+    seconds: float
+
+
+AnyRow = RunRow | ProbeRow | CellRow | PerfRow | EndRow
+_KINDS: dict[str, type[Row]] = {"run": RunRow, "probe": ProbeRow, "cell": CellRow, "perf": PerfRow, "end": EndRow}
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def new_run_id() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+
+
+class RowWriter:
+    """Appends rows to one run's file; safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("x", encoding="utf-8")
+        except OSError as e:
+            raise DiskError(f"cannot write rows to {path}: {e.strerror}") from e
+
+    def write(self, row: Row) -> None:
+        """Append ``row`` and sync it to the disk.
+
+        Raises:
+            DiskError: the disk is full or gone; rows written before are whole.
+        """
+        line = row.model_dump_json(exclude_defaults=False) + "\n"
+        with self._lock:
+            start = self._file.tell()
+            try:
+                self._file.write(line)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError as e:
+                self._cut(start)
+                raise DiskError(f"cannot write a row to {self.path}: {e.strerror}; free space and run again") from e
+
+    def _cut(self, size: int) -> None:
+        """Drop a half-written line, so that the file stays readable."""
+        try:
+            os.ftruncate(self._file.fileno(), size)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._file.closed:
+                try:
+                    self._file.close()
+                except OSError:
+                    return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[AnyRow]:
+    """All rows of a file.
+
+    Raises:
+        RowsError: names the line that is damaged, of an unknown kind or of a newer schema.
+    """
+    rows: list[AnyRow] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise RowsError(f"{path}: cannot be read as rows: {e}") from e
+    for number, line in enumerate(lines, 1):
+        rows.append(_parse(path, number, line))
+    if not rows or not isinstance(rows[0], RunRow):
+        raise RowsError(f"{path}: line 1 is not a run row: the file is damaged, or not a row file")
+    return rows
+
+
+def _parse(path: Path, number: int, line: str) -> AnyRow:
+    where = f"{path}: line {number}"
+    try:
+        raw = json.loads(line)
+        schema = raw.get("row_schema")
+        if schema != SCHEMA:
+            raise RowsError(f"{where} has row schema {schema!r}, this version reads {SCHEMA}: use a newer kvmatrix")
+        return _KINDS[raw["kind"]].model_validate(raw)  # type: ignore[return-value]
+    except (ValueError, KeyError, AttributeError, TypeError) as e:
+        what = e.errors()[0]["msg"] if isinstance(e, ValidationError) else "not a row"
+        raise RowsError(f"{where} is damaged ({what}): delete the line, or restore the file") from e
+
+
+def last_attempts(rows: list[AnyRow]) -> list[ProbeRow]:
+    """The newest attempt of each probe, in the order of first appearance."""
+    newest: dict[str, ProbeRow] = {}
+    for row in rows:
+        if isinstance(row, ProbeRow) and (row.id not in newest or row.attempt >= newest[row.id].attempt):
+            newest[row.id] = row
+    return list(newest.values())

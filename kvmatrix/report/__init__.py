@@ -1,0 +1,1 @@
+"""Reports: everything here is computed from rows alone."""

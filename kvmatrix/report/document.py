@@ -1,0 +1,186 @@
+"""A run's report as one Markdown document, and publishing it beside its raw rows under ``results/``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmatrix.errors import DiskError, NothingRanError
+from kvmatrix.expectations import is_problem
+from kvmatrix.qualified import newest_runs
+from kvmatrix.records import AnyRow, CellRow, EndRow, PerfRow, ProbeRow, RunRow, last_attempts, read_rows
+from kvmatrix.report import tables
+
+TABLES = "tables.md"
+
+
+def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
+    """One line for a patch: qualified, not qualified, or incomplete, and why. Never better than its rows."""
+    own = [r for r in rows if r.cell["arm"] == patch]
+    stock = [r for r in rows if r.cell["arm"] == tables.STOCK]
+    passed = sum(r.status == "PASS" for r in own)
+    reproduced = sum(r.status == "FAIL" and not is_problem(r) for r in stock)
+    bad = [r for r in (*own, *stock) if is_problem(r)]
+    missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN")]
+    counted = f"{passed} of {len(own)} probes PASS; stock fails {reproduced} probes as expected"
+    if bad:
+        return f"NOT QUALIFIED: {len(bad)} rows are not as expected, first {bad[0].id} ({bad[0].status}). {counted}."
+    if not own or not stock or not reproduced:
+        return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
+    if missing:
+        return f"QUALIFIED where it ran; {len(missing)} rows did not run. {counted}."
+    return f"QUALIFIED: {counted}."
+
+
+def pins_and_patches(rows: Sequence[ProbeRow]) -> list[tuple[str, str, str]]:
+    """(pin, device, patch) of everything that the rows qualify."""
+    return sorted({(r.cell["pin"], r.cell["device"], r.cell["arm"]) for r in rows if r.cell["arm"] != tables.STOCK})
+
+
+def conformance_summary(rows: Sequence[ProbeRow]) -> str:
+    """What a run prints last: verdicts, what is not as expected, and the table of the misaligned mixed hit."""
+    parts = []
+    for pin, device, patch in pins_and_patches(rows):
+        of_pin = [r for r in rows if (r.cell["pin"], r.cell["device"]) == (pin, device)]
+        parts.append(f"{patch} on vLLM {pin}, {device} device: {verdict(of_pin, patch)}")
+    if left_out := tables.left_out(rows):
+        parts.append(left_out)
+    if any(r.cell["tier"] == "scheduler" for r in rows):
+        parts.append(tables.lookups(rows))
+    if any(r.probe == "mixed-misaligned" for r in rows):
+        parts.append(tables.qualification(rows))
+    return "\n\n".join(parts)
+
+
+def perf_summary(rows: Sequence[PerfRow]) -> str:
+    groups = {r.group for r in rows}
+    parts = []
+    if "lookup" in groups:
+        parts.append("Lookup call (`get_num_new_matched_tokens`)\n\n" + tables.lookup_perf(rows))
+    if "generate" in groups:
+        parts.append("One request, per class of hit\n\n" + tables.generate_perf(rows))
+    if "harness" in groups:
+        parts.append("The harness\n\n" + tables.harness_perf(rows))
+    return "\n\n".join(parts)
+
+
+def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
+    """The whole report of a conformance run, and of the perf run beside it."""
+    run = conformance[0]
+    assert isinstance(run, RunRow)
+    rows = last_attempts(conformance)
+    titles = [f"vLLM {pin}, {device} device: {patch}" for pin, device, patch in pins_and_patches(rows)]
+    parts = [f"# {'; '.join(titles) or 'stock alone'}"]
+    for pin, device, patch in pins_and_patches(rows):
+        parts.append(f"**{verdict([r for r in rows if (r.cell['pin'], r.cell['device']) == (pin, device)], patch)}**")
+    parts.append("Misaligned mixed hit: the device prefix ends inside an attention chunk, the rest is in the CPU tier.")
+    parts.append(tables.qualification(rows))
+    if left_out := tables.left_out(rows):
+        parts += ["## Not run, or not as expected", left_out]
+    parts += ["## Lookup, real scheduler, no model", tables.lookups(rows)]
+    if perf is not None:
+        parts += ["## Performance", perf_summary([r for r in perf if isinstance(r, PerfRow)])]
+    parts.append(_folded("All probes", tables.probes(rows)))
+    parts.append(_folded("Machine, versions and hashes", _facts(conformance, perf)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+
+
+def _facts(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
+    run, end = conformance[0], conformance[-1]
+    assert isinstance(run, RunRow)
+    machine = run.facts["machine"]
+    body: list[list[object]] = [
+        ["conformance run", f"{run.run}, {_took(end)}, exit code {_code(end)}"],
+        ["CPU", f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"],
+        ["kernel, C library", f"{machine['kernel']}, {machine['libc']}"],
+        ["compiler", run.facts["compiler"]["version"] or run.facts["compiler"]["reason"]],
+        ["kvmatrix", run.facts["kvmatrix"]],
+    ]
+    if perf is not None:
+        body.append(["perf run", f"{perf[0].run}, {_took(perf[-1])}, exit code {_code(perf[-1])}"])
+    for version, facts in run.facts["pins"].items():
+        body += [[f"vLLM {version}: {key}", value] for key, value in facts.items()]
+    for pin, device, patch in pins_and_patches(last_attempts(conformance)):
+        own = next(r for r in last_attempts(conformance) if r.cell["arm"] == patch and r.cell["pin"] == pin)
+        body.append([f"{patch} on {pin} ({device}): patch sha256", own.patch_sha256])
+        body += [[f"{patch}: imported {module}", digest] for module, digest in own.imported.items()]
+    rss = max((r.max_rss_kib or 0 for r in conformance if isinstance(r, CellRow)), default=0)
+    body.append(["largest cell process", f"{rss / 1024:.0f} MiB resident"])
+    body.append(["command", "`nox -s conformance perf`" if perf is not None else "`nox -s conformance`"])
+    return tables.table(["fact", "value"], body)
+
+
+def _took(end: object) -> str:
+    return f"{end.seconds:.0f} s" if isinstance(end, EndRow) else "did not end"
+
+
+def _code(end: object) -> object:
+    return end.exit_code if isinstance(end, EndRow) else "none"
+
+
+def newest_pair(home: Path) -> tuple[Path, list[AnyRow], tuple[Path, list[AnyRow]] | None]:
+    """The newest conformance run that came to its end, and the newest perf run after it.
+
+    Raises:
+        NothingRanError: there is none.
+    """
+    found = next(newest_runs(home, "conformance"), None)
+    if found is None:
+        raise NothingRanError("no finished conformance run on this machine: run `nox -s conformance` first")
+    path, rows = found
+    perf = next(((p, r) for p, r in newest_runs(home, "perf") if r[0].run > rows[0].run), None)
+    return path, rows, perf
+
+
+def publish(home: Path, results: Path) -> list[Path]:
+    """Copy the newest runs' rows to ``results/<pin>/<device>/<patch>/<run>/`` and write their tables beside them.
+
+    Raises:
+        NothingRanError: there is no finished run.
+        DiskError: the folder cannot be written.
+    """
+    path, rows, perf = newest_pair(home)
+    written = []
+    try:
+        for pin, device, patch in pins_and_patches(last_attempts(rows)):
+            folder = results / pin / device / patch / rows[0].run
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / "conformance.jsonl")
+            if perf:
+                shutil.copyfile(perf[0], folder / "perf.jsonl")
+            written.append(write_tables(folder))
+    except OSError as e:
+        raise DiskError(f"cannot write the report to {results}: {e.strerror}") from e
+    return written
+
+
+def tables_of(folder: Path) -> str:
+    """The document of a published folder, from its rows.
+
+    Raises:
+        RowsError: a row file is damaged.
+    """
+    perf = folder / "perf.jsonl"
+    return document(read_rows(folder / "conformance.jsonl"), read_rows(perf) if perf.exists() else None)
+
+
+def write_tables(folder: Path) -> Path:
+    target = folder / TABLES
+    target.write_text(tables_of(folder), encoding="utf-8")
+    return target
+
+
+def stale_tables(results: Path) -> list[Path]:
+    """Published tables that are not what their rows give, byte for byte."""
+    found = []
+    for rows in sorted(results.glob("*/*/*/*/conformance.jsonl")):
+        target = rows.parent / TABLES
+        published = target.read_bytes() if target.exists() else b""
+        if published != tables_of(rows.parent).encode():
+            found.append(target)
+    return found

@@ -1,0 +1,210 @@
+"""Markdown tables (GitHub's form) from rows, fit to paste into a pull request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from kvmatrix.expectations import is_problem
+from kvmatrix.records import PerfRow, ProbeRow
+from kvmatrix.stats import paired_ratio
+
+STOCK = "stock"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return tabulate([[_cell(v) for v in r] for r in rows], headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _cell(value: object) -> str:
+    text = "" if value is None else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def status_text(row: ProbeRow) -> str:
+    """The status, with what was expected wherever that is not plain."""
+    if row.status == "FAIL" and not is_problem(row):
+        return "FAIL (expected)"
+    if is_problem(row):
+        return f"**{row.status}** (expected {row.expected})" if row.status != row.expected else f"**{row.status}**"
+    return row.status
+
+
+def number(value: float | None) -> str:
+    """A logprob error in nats: three digits, small ones in powers of ten."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value >= 0.01 else f"{value:.1e}" if value else "0"
+
+
+def _tokens(row: ProbeRow) -> str:
+    if row.tokens is None or row.cold_tokens is None:
+        return ""
+    shown = [",".join(map(str, t)) for t in (row.cold_tokens, row.tokens)]
+    return shown[0] if row.tokens == row.cold_tokens else f"{shown[0]} → {shown[1]}"
+
+
+def _cached(row: ProbeRow) -> str:
+    if row.cached_tokens is None:
+        return ""
+    return f"{row.cached_tokens} ({row.device_hit_tokens} + {row.external_hit_tokens})"
+
+
+def qualification(rows: Sequence[ProbeRow]) -> str:
+    """The table that matters most: the misaligned mixed hit of every LLM cell, arm beside arm."""
+    shown = [r for r in rows if r.cell["tier"] == "llm" and r.probe == "mixed-misaligned"]
+    body = [
+        [
+            r.cell["backend"],
+            r.cell["mode"],
+            r.cell["block"],
+            r.cell["chunk"],
+            f"{r.cell['prompt']} / {r.cell['prefix']}",
+            r.cell["arm"],
+            _tokens(r),
+            _cached(r),
+            number(r.max_logprob_error),
+            status_text(r),
+        ]
+        for r in sorted(shown, key=_cell_order)
+    ]
+    headers = ["backend", "mode", "block", "chunk", "prompt / prefix", "arm", "token: cold → mixed"]
+    headers += ["cached (device + CPU)", "max logprob error", "status"]
+    return table(headers, body)
+
+
+def _cell_order(row: ProbeRow) -> tuple[Any, ...]:
+    c = row.cell
+    return (c["pin"], c["tier"], c["backend"], c["chunk"], c["block"], c["mode"], c["arm"] != STOCK, c["arm"])
+
+
+def probes(rows: Sequence[ProbeRow]) -> str:
+    """Every probe of every LLM cell."""
+    body = [
+        [
+            f"{r.cell['backend']} {r.cell['mode']} c{r.cell['chunk']} b{r.cell['block']}",
+            r.cell["arm"],
+            r.probe,
+            _tokens(r),
+            _cached(r),
+            "" if r.loaded_blocks is None else f"{r.loaded_blocks} / {r.needed_loads}",
+            number(r.max_logprob_error),
+            number(r.reference_error),
+            status_text(r),
+        ]
+        for r in sorted((r for r in rows if r.cell["tier"] == "llm"), key=_cell_order)
+    ]
+    headers = ["cell", "arm", "probe", "token: cold → probe", "cached (device + CPU)", "blocks loaded / needed"]
+    headers += ["max logprob error", "cold against transformers", "status"]
+    return table(headers, body)
+
+
+def lookups(rows: Sequence[ProbeRow]) -> str:
+    """The scheduler tier's cases, one line a case, one column an arm."""
+    cases: dict[str, dict[str, ProbeRow]] = {}
+    arms: list[str] = []
+    for row in rows:
+        if row.cell["tier"] == "scheduler":
+            cases.setdefault(row.probe, {})[row.cell["arm"]] = row
+            if row.cell["arm"] not in arms:
+                arms.append(row.cell["arm"])
+    body = []
+    for name, by_arm in cases.items():
+        ideal = next(iter(by_arm.values())).reuse_tokens
+        body.append([name, ideal, *(_answer(by_arm.get(a)) for a in arms)])
+    return table(["case", "soundly servable tokens", *arms], body)
+
+
+def _answer(row: ProbeRow | None) -> str:
+    if row is None:
+        return "NOT_RUN"
+    answer = row.resolved.get("answer")
+    shown = f"({answer[0]}, {answer[1]}) " if answer else ""
+    return f"{shown}{status_text(row)}"
+
+
+def left_out(rows: Sequence[ProbeRow]) -> str:
+    """What did not run, or was not as expected, with the reason; empty when there is nothing."""
+    body = [
+        [r.id, status_text(r), r.reason or "no fault was seen"]
+        for r in sorted(rows, key=_cell_order)
+        if is_problem(r) or r.status in ("UNSUPPORTED", "NOT_RUN")
+    ]
+    return table(["row", "status", "reason"], body) if body else ""
+
+
+def lookup_perf(rows: Sequence[PerfRow]) -> str:
+    """Time of one lookup call, arm beside arm, in microseconds, with the paired ratio to stock."""
+    body = []
+    for row in (r for r in rows if r.group == "lookup"):
+        if row.status != "PASS":
+            body.append([row.workload, "", "", row.status, row.reason])
+            continue
+        for arm, seconds in row.seconds.items():
+            ratio = "1" if arm == STOCK else str(paired_ratio(seconds, row.seconds[STOCK]))
+            body.append(
+                [
+                    f"{row.geometry['prompt']:,} / {row.geometry['prefix']:,}",
+                    arm,
+                    f"{_median(seconds) * 1e6:,.1f}",
+                    ratio,
+                    f"{row.answers[arm]['external_tokens']:,}",
+                ]
+            )
+    return table(["prompt / prefix", "arm", "µs a call (median)", "ratio to stock [quartiles]", "external tokens"], body)
+
+
+def generate_perf(rows: Sequence[PerfRow]) -> str:
+    """Time of one request per workload and arm.
+
+    Ratios are to cold within the same arm, and to stock where stock's output is right; a wrong output has no ratio.
+    """
+    body = []
+    for row in (r for r in rows if r.group == "generate"):
+        if row.status != "PASS":
+            body.append([row.workload, "", "", "", "", "", f"{row.status}: {row.reason}"])
+            continue
+        stock_right = all(row.answers[STOCK]["same_as_cold"])
+        for arm, seconds in row.seconds.items():
+            answers = row.answers[arm]
+            right = sum(answers["same_as_cold"])
+            shown = f"{_median(seconds) * 1e3:.1f}"
+            wrong = right < len(seconds)
+            to_cold = "wrong output" if wrong else str(paired_ratio(seconds, answers["cold_seconds"]))
+            to_stock = "1" if arm == STOCK else str(paired_ratio(seconds, row.seconds[STOCK])) if stock_right else ""
+            if not stock_right and arm != STOCK:
+                to_stock = "no reference: stock's output is wrong"
+            body.append(
+                [
+                    row.workload,
+                    arm,
+                    f"~~{shown}~~" if wrong else shown,
+                    to_cold,
+                    "" if wrong else to_stock,
+                    f"{_median(answers['external_hit_tokens']):g} of {row.geometry['prompt']}",
+                    f"{right} of {len(seconds)}",
+                ]
+            )
+    headers = ["workload", "arm", "ms a request (median)", "ratio to cold [quartiles]", "ratio to stock [quartiles]"]
+    return table([*headers, "external tokens (median)", "output as cold's"], body)
+
+
+def harness_perf(rows: Sequence[PerfRow]) -> str:
+    """A cell from the preloaded parent against a process of its own."""
+    body = []
+    for row in (r for r in rows if r.group == "harness"):
+        if row.status != "PASS":
+            body.append([row.workload, "", "", f"{row.status}: {row.reason}"])
+            continue
+        fork, process = row.seconds["fork"], row.seconds["process"]
+        name = f"{row.geometry['backend']} {row.geometry['mode']} cell"
+        body.append([name, f"{_median(fork):.1f}", f"{_median(process):.1f}", str(paired_ratio(fork, process))])
+    return table(["what", "s from the preloaded parent", "s in a process of its own", "ratio [quartiles]"], body)
+
+
+def _median(values: Sequence[float]) -> float:
+    import statistics
+
+    return float(statistics.median(values))

@@ -1,0 +1,386 @@
+"""Cells -> processes -> rows: preloaded parents, one child a cell, timeouts, statuses, attempts.
+
+A cell that never came to an answer still reports: every planned probe ends as a row.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvmatrix import judge
+from kvmatrix.arms import Arm
+from kvmatrix.cells import Cell
+from kvmatrix.config import Matrix
+from kvmatrix.envs import PinEnv
+from kvmatrix.errors import InfraError
+from kvmatrix.expectations import Expectations, expected_status
+from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
+from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
+
+INFRA_ATTEMPTS = 2
+"""A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
+
+
+@dataclass
+class Context:
+    """What all cells of a run share."""
+
+    matrix: Matrix
+    run: str
+    folder: Path
+    home: Path
+    envs: dict[str, PinEnv]
+    """By pin version."""
+    arms: dict[tuple[str, str], Arm]
+    """By pin version and arm name."""
+    expectations: Expectations
+    writer: RowWriter
+    pool: ParentPool
+    compiler_reason: str | None
+    """Why torch.compile cannot work here; None where it can."""
+
+
+@dataclass
+class Outcome:
+    """One attempt at one cell."""
+
+    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED"] = "OK"
+    reason: str = ""
+    probes: list[ProbeRow] = field(default_factory=list)
+    engine: dict[str, Any] | None = None
+    filler_requests: int | None = None
+    max_rss_kib: int | None = None
+    parent_died: bool = False
+
+
+def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
+    """Names of the probes (LLM) or cases (scheduler) of a cell, in the order in which they run."""
+    if cell.tier == "llm":
+        return list(matrix.llm.probes)
+    return [_case_name(p, tail) for p in matrix.scheduler.prefixes for tail in (True, False)]
+
+
+def _case_name(prefix: int, tail: bool) -> str:
+    return f"prefix{prefix}-tail-{'present' if tail else 'absent'}"
+
+
+def probe_id(cell: Cell, probe: str) -> str:
+    return f"{cell.id}-{probe}"
+
+
+def scheduler_cases(matrix: Matrix) -> list[dict[str, Any]]:
+    """The lookup cases; the "tail" is the chunked group's last whole block of the prompt."""
+    s = matrix.scheduler
+    tail = s.prompt // s.block - 1
+    return [
+        {
+            "name": _case_name(prefix, present),
+            "block": s.block,
+            "chunks": [None, s.chunk],
+            "prompt": s.prompt,
+            "prefix": prefix,
+            "absent": [] if present else [[1, tail]],
+        }
+        for prefix in s.prefixes
+        for present in (True, False)
+    ]
+
+
+def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
+    """The JSON object that a cell's child is sent."""
+    arm = ctx.arms[cell.pin, cell.arm]
+    base = {
+        "cell": cell.model_dump(),
+        "cwd": str(ctx.folder / "work"),
+        "env": {
+            "KVMATRIX_OVERLAY": str(arm.manifest),
+            "VLLM_CACHE_ROOT": str(ctx.home / "cache" / ctx.envs[cell.pin].path.name / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(ctx.home / "cache" / ctx.envs[cell.pin].path.name / "inductor"),
+        },
+    }
+    if cell.tier == "scheduler":
+        return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix)}
+    llm = ctx.matrix.llm
+    return base | {
+        "kind": "cell",
+        "probes": list(llm.probes),
+        "checkpoints": str(ctx.home / "checkpoints"),
+        "checkpoint": {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size},
+        "geometry": llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, llm.new_tokens)
+        | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
+    }
+
+
+def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: int) -> dict[str, int]:
+    """Engine sizes for a prompt, in tokens and blocks: just room for it, so that little filler overwrites every block."""
+    max_model_len = -(-(prompt + new_tokens + 1) // block) * block
+    return {
+        "prompt": prompt,
+        "prefix": prefix,
+        "block": block,
+        "new_tokens": new_tokens,
+        "max_model_len": max_model_len,
+        "num_gpu_blocks": groups * (max_model_len // block) + 4,
+    }
+
+
+class CellRun:
+    """One cell through its attempts."""
+
+    def __init__(self, cell: Cell, ctx: Context, stage: Callable[[str], None]) -> None:
+        self.cell = cell
+        self.ctx = ctx
+        self.stage = stage
+        self.arm = ctx.arms[cell.pin, cell.arm]
+        self.job: Job | None = None
+
+    def run(self) -> list[ProbeRow]:
+        """Run the cell and write its rows; the last attempt's probe rows come back.
+
+        Raises:
+            DiskError: a row could not be written.
+        """
+        if self.cell.mode == "compiled" and self.ctx.compiler_reason:
+            return self._write(Outcome("UNSUPPORTED", f"no-compiler: {self.ctx.compiler_reason}"), 1, 0.0)
+        for attempt in range(1, INFRA_ATTEMPTS + 1):
+            started = time.monotonic()
+            outcome = self._attempt(attempt)
+            rows = self._write(outcome, attempt, time.monotonic() - started)
+            if not outcome.parent_died or self.ctx.pool.closing:
+                break
+        return rows
+
+    def _log(self, attempt: int) -> Path:
+        suffix = f".{attempt}" if attempt > 1 else ""
+        return self.ctx.folder / "logs" / f"{self.cell.id}{suffix}.log"
+
+    def _attempt(self, attempt: int) -> Outcome:
+        outcome = Outcome()
+        env = parent_env(self.cell.device, self.cell.backend)
+        try:
+            parent = self.ctx.pool.get(self.ctx.envs[self.cell.pin].python, env)
+            self.job = parent.start(cell_job(self.cell, self.ctx), self._log(attempt))
+        except InfraError as e:
+            return Outcome("INFRA", f"parent: {e}", parent_died=True)
+        self._follow(outcome, attempt)
+        return outcome
+
+    def _follow(self, outcome: Outcome, attempt: int) -> None:
+        """Read the child to its end; its probes are judged as they come in."""
+        job, timeout = self.job, self.ctx.matrix.budgets.cell_timeout_s
+        assert job is not None
+        done = False
+        try:
+            for message in job.messages(timeout):
+                done = done or message["type"] == "done"
+                self._handle(message, outcome, attempt)
+                if outcome.status == "UNSUPPORTED":
+                    job.kill()
+                    break
+        except JobTimeout:
+            job.kill()
+            outcome.status, outcome.reason = "TIMEOUT", f"timeout: not done after {timeout:g} s"
+        job.finish()
+        outcome.max_rss_kib = job.max_rss_kib
+        if outcome.status == "OK" and not done:
+            outcome.status = "CRASH"
+            outcome.reason = f"crash: the process ended {_how(job.exit_code)} before it was done"
+            outcome.parent_died = job.exit_code is None
+
+    def _handle(self, message: dict[str, Any], outcome: Outcome, attempt: int) -> None:
+        kind = message["type"]
+        if kind == "stage":
+            self.stage(message["stage"])
+        elif kind == "engine":
+            outcome.engine = message
+            verdict = judge.judge_engine(self.cell, message)
+            if verdict.status == "UNSUPPORTED":
+                outcome.status, outcome.reason = "UNSUPPORTED", verdict.reason
+            elif verdict.status == "INFRA":
+                outcome.status, outcome.reason = "INFRA", verdict.reason
+        elif kind == "probe":
+            outcome.probes.append(self._probe_row(message, outcome, attempt))
+        elif kind == "case":
+            outcome.probes.append(self._case_row(message, attempt))
+        elif kind == "summary":
+            outcome.filler_requests = message["filler_requests"]
+        elif kind == "error":
+            outcome.status, outcome.reason = classify_error(message)
+
+    def _probe_row(self, observed: dict[str, Any], outcome: Outcome, attempt: int) -> ProbeRow:
+        cold = next((judge.Verdict(r.status, r.reason) for r in outcome.probes if r.probe == "cold"), None)
+        verdict = judge.judge_probe(observed, self.arm, self.ctx.matrix.tolerances, self.ctx.matrix.llm.vocab_size, cold)
+        if outcome.status == "INFRA":
+            verdict = judge.Verdict("INFRA", outcome.reason)
+        counters, plan = observed["counters"], observed["plan"]
+        return self._row(
+            observed["probe"],
+            verdict,
+            attempt,
+            imported=observed["imported"],
+            resolved=judge.resolved(outcome.engine) if outcome.engine else {},
+            tokens=observed["tokens"],
+            cold_tokens=observed["cold_tokens"],
+            max_logprob_error=observed["max_logprob_error"],
+            reference_error=(observed.get("reference") or {}).get("max_logprob_error"),
+            cached_tokens=observed["cached_tokens"],
+            device_hit_tokens=counters["device_hit_tokens"],
+            external_hit_tokens=counters["external_hit_tokens"],
+            loaded_blocks=counters["loaded_blocks"],
+            reuse_tokens=plan["reuse_tokens"],
+            needed_loads=plan["needed_loads"],
+            seconds=observed["seconds"],
+        )
+
+    def _case_row(self, case: dict[str, Any], attempt: int) -> ProbeRow:
+        return self._row(
+            case["name"],
+            judge.judge_case(case, self.arm),
+            attempt,
+            imported=case["imported"],
+            resolved={"answer": [case["external_tokens"], case["is_async"]], "missing": case["missing"]},
+            device_hit_tokens=case["prefix"],
+            external_hit_tokens=case["external_tokens"],
+            reuse_tokens=case["ideal_tokens"],
+            loaded_blocks=case["loaded_blocks"],
+        )
+
+    def _row(self, probe: str, verdict: judge.Verdict, attempt: int, **fields: Any) -> ProbeRow:
+        entry = self.ctx.expectations.find(self.cell, probe)
+        row = ProbeRow(
+            run=self.ctx.run,
+            id=probe_id(self.cell, probe),
+            cell=self.cell.model_dump(),
+            probe=probe,
+            attempt=attempt,
+            status=verdict.status,
+            expected=expected_status(entry, verdict.status, verdict.reason),
+            reason=verdict.reason,
+            expectation=entry.why if entry else "",
+            patch_sha256=self.arm.patch_sha256,
+            requested=judge.requested(self.cell) if self.cell.tier == "llm" else {},
+            log=str(self._log(attempt).relative_to(self.ctx.folder)),
+            **fields,
+        )
+        self.ctx.writer.write(row)
+        return row
+
+    def _write(self, outcome: Outcome, attempt: int, seconds: float) -> list[ProbeRow]:
+        """The attempt's cell row, and a row for each probe that did not come to one of its own."""
+        reported = {r.probe for r in outcome.probes}
+        status: Status = "NOT_RUN" if outcome.status == "OK" else outcome.status
+        for name in probe_names(self.cell, self.ctx.matrix):
+            if name not in reported:
+                reason = outcome.reason or "not-run: the cell ended without it"
+                outcome.probes.append(self._row(name, judge.Verdict(status, reason), attempt))
+        self.ctx.writer.write(
+            CellRow(
+                run=self.ctx.run,
+                id=self.cell.id,
+                attempt=attempt,
+                status=outcome.status,
+                reason=outcome.reason,
+                isolation="fork",
+                seconds=round(seconds, 3),
+                max_rss_kib=outcome.max_rss_kib,
+                engine_start_s=(outcome.engine or {}).get("start_seconds"),
+                filler_requests=outcome.filler_requests,
+            )
+        )
+        return outcome.probes
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "with its parent"
+    return f"by signal {-exit_code}" if exit_code < 0 else f"with exit status {exit_code}"
+
+
+_REFUSALS = re.compile(
+    r"NotImplementedError|not supported|unsupported|does not support|No valid attention backend|No common block size",
+    re.IGNORECASE,
+)
+
+
+def classify_error(message: dict[str, Any]) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
+    """A child's exception as a status: what vLLM itself refuses is UNSUPPORTED with vLLM's own reason."""
+    text = f"{message['error']}: {message['message']}"
+    chain = [text, *message["causes"]]
+    refused = next((c for c in chain if _REFUSALS.search(c)), None)
+    if message["error"] in ("EngineStateError", "OverlayError"):
+        return "INFRA", f"{'not-established' if message['error'] == 'EngineStateError' else 'wrong-arm'}: {text}"
+    if refused and message["error"] in ("ValueError", "NotImplementedError", "ValidationError", "RuntimeError"):
+        return "UNSUPPORTED", f"refused: {refused[:400]}"
+    return "CRASH", f"crash: {text[:400]}"
+
+
+class Progress:
+    """What is told about a run while it goes on; the default tells nothing."""
+
+    def cell_started(self, cell: Cell) -> None: ...
+
+    def cell_stage(self, cell: Cell, stage: str) -> None: ...
+
+    def cell_done(self, cell: Cell, rows: Sequence[ProbeRow], seconds: float) -> None: ...
+
+    def waiting_for_parents(self, count: int) -> None: ...
+
+
+def run_cells(cells: Sequence[Cell], ctx: Context, jobs: int, progress: Progress) -> list[ProbeRow]:
+    """Run all cells, ``jobs`` at a time, and give their rows in the cells' order.
+
+    Raises:
+        KeyboardInterrupt: after the children are ended; finished rows are kept.
+        DiskError: a row could not be written; the children are ended.
+    """
+    envs = {tuple(sorted(parent_env(c.device, c.backend).items())): c for c in cells}
+    # Parents are started here, on a thread that outlives them, and import side by side.
+    progress.waiting_for_parents(len(envs))
+    for cell in envs.values():
+        ctx.pool.launch(ctx.envs[cell.pin].python, parent_env(cell.device, cell.backend))
+    stop = threading.Event()
+
+    def work(cell: Cell) -> list[ProbeRow]:
+        if stop.is_set():
+            return []
+        started = time.monotonic()
+        progress.cell_started(cell)
+        rows = CellRun(cell, ctx, lambda stage: progress.cell_stage(cell, stage)).run()
+        progress.cell_done(cell, rows, time.monotonic() - started)
+        return rows
+
+    # The longest first, so that no long cell is left alone at the end.
+    order = sorted(cells, key=lambda c: -expected_seconds(c))
+    with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="kvmatrix-cell") as executor:
+        futures: dict[Future[list[ProbeRow]], Cell] = {executor.submit(work, c): c for c in order}
+        try:
+            _wait_all(set(futures))
+        except BaseException:
+            stop.set()
+            ctx.pool.close()
+            raise
+    by_cell = {c.id: f.result() for f, c in futures.items()}
+    return [row for c in cells for row in by_cell[c.id]]
+
+
+def _wait_all(futures: set[Future[list[ProbeRow]]]) -> None:
+    pending = futures
+    while pending:
+        done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+
+
+def expected_seconds(cell: Cell) -> float:
+    """Rough duration of a cell, only to order cells and to say how long is left."""
+    if cell.tier == "scheduler":
+        return 2
+    base = {"CPU_ATTN": 6.0, "FLEX_ATTENTION": 9.0, "TRITON_ATTN": 35.0}.get(cell.backend, 10.0)
+    return base + (20.0 if cell.mode == "compiled" else 0.0)

@@ -1,0 +1,173 @@
+"""One run: from options to a finished row file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from kvmatrix import arms as arms_module
+from kvmatrix import envs, facts
+from kvmatrix.arms import Arm
+from kvmatrix.cells import Cell, Selection, plan_cells, selected_pins
+from kvmatrix.config import Project
+from kvmatrix.errors import DeviceError, ExitCode
+from kvmatrix.expectations import Expectations
+from kvmatrix.processes import ParentPool
+from kvmatrix.progress import RichProgress
+from kvmatrix.records import EndRow, ProbeRow, RowWriter, RunRow, new_run_id, utc_now
+from kvmatrix.runner import Context, probe_id, probe_names, run_cells
+
+Suite = Literal["conformance", "perf"]
+
+
+class Session:
+    """A run in progress: its environments, arms, row file and parents."""
+
+    def __init__(self, project: Project, selection: Selection, suite: Suite, console: Console, argv: list[str]) -> None:
+        self.project = project
+        self.selection = selection
+        self.console = console
+        self.suite = suite
+        self.argv = argv
+        self.started = time.monotonic()
+        self.run = new_run_id()
+        self.folder = project.home / "runs" / self.run
+        self.patches = list(selection.patches or (project.matrix.defaults.patch,))
+        self.ctx: Context | None = None
+        self._closed = False
+
+    @property
+    def arm_names(self) -> list[str]:
+        return ["stock", *self.patches]
+
+    @property
+    def rows_file(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+    def plan(self) -> list[Cell]:
+        """The cells of the selection.
+
+        Raises:
+            UsageError: a value that the matrix does not have, or nothing is left.
+        """
+        for name in self.patches:
+            arms_module.load_patch(self.project.patches / name)
+        return plan_cells(self.project.matrix, self.selection, self.arm_names)
+
+    def open(self, planned: Sequence[str]) -> Context:
+        """Build or reuse the environments and arms, and start the row file.
+
+        Raises:
+            DeviceError: the selected device is not on this machine.
+            KvmatrixError: an environment, a patch or the row file is not right.
+        """
+        matrix = self.project.matrix
+        pins = selected_pins(matrix, self.selection)
+        for pin in pins:
+            if pin.device != "host":
+                raise DeviceError(f"device {pin.device} is not on this machine")
+        ready: dict[str, envs.PinEnv] = {}
+        ready_arms: dict[tuple[str, str], Arm] = {}
+        for pin in pins:
+            env = envs.ensure(self.project, pin, self._say)
+            envs.verify_install(env)
+            ready[pin.version] = env
+            built = arms_module.build_arms(
+                self.project.patches, self.patches, pin.version, env.site_packages, self.project.home / "overlays"
+            )
+            ready_arms |= {(pin.version, a.name): a for a in built}
+        run_facts = facts.run_facts(self.argv)
+        writer = RowWriter(self.rows_file)
+        self.ctx = Context(
+            matrix=matrix,
+            run=self.run,
+            folder=self.folder,
+            home=self.project.home,
+            envs=ready,
+            arms=ready_arms,
+            expectations=Expectations.load(self.project.root / "conformance" / "expectations"),
+            writer=writer,
+            pool=ParentPool(self.folder / "logs", matrix.budgets.preload_timeout_s),
+            compiler_reason=run_facts["compiler"]["reason"],
+        )
+        writer.write(
+            RunRow(
+                run=self.run,
+                suite=self.suite,
+                started=utc_now(),
+                argv=run_facts["arguments"],
+                facts=run_facts | {"pins": {v: _pin_facts(e) for v, e in ready.items()}},
+                planned=list(planned),
+            )
+        )
+        return self.ctx
+
+    def _say(self, text: str) -> None:
+        elapsed = time.monotonic() - self.started
+        self.console.print(f"{elapsed:5.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def run_cells(self, cells: Sequence[Cell]) -> list[ProbeRow]:
+        assert self.ctx is not None
+        jobs = self.project.matrix.budgets.jobs
+        with RichProgress(self.console, cells, jobs) as progress:
+            return run_cells(cells, self.ctx, jobs, progress)
+
+    def close(self, exit_code: int, statuses: Sequence[str] = ()) -> None:
+        """End the parents and write the last row; harmless when repeated."""
+        if self._closed or self.ctx is None:
+            return
+        self._closed = True
+        self.ctx.pool.close()
+        self.ctx.writer.write(
+            EndRow(
+                run=self.run,
+                finished=utc_now(),
+                exit_code=exit_code,
+                counts=dict(Counter(statuses)),
+                seconds=round(time.monotonic() - self.started, 1),
+            )
+        )
+        self.ctx.writer.close()
+
+
+def planned_ids(cells: Sequence[Cell], project: Project) -> list[str]:
+    return [probe_id(c, name) for c in cells for name in probe_names(c, project.matrix)]
+
+
+def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
+    """The run's exit code from its rows; ``stale`` is the number of expectations that no row needed."""
+    from kvmatrix.expectations import is_problem
+    from kvmatrix.records import EXECUTED
+
+    problems = [r for r in rows if is_problem(r)]
+    if any(r.status in EXECUTED for r in problems) or stale:
+        return ExitCode.UNEXPECTED
+    if problems:
+        return ExitCode.INFRA
+    if not any(r.status in EXECUTED for r in rows):
+        return ExitCode.NOTHING_RAN
+    return ExitCode.OK
+
+
+def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:
+    return {
+        "device": env.pin.device,
+        "distribution": env.pin.distribution,
+        "lock_sha256": env.lock_sha256,
+        "wheel_sha256": envs.wheel_sha256(env),
+        **{k: v for k, v in env.facts.items() if k in ("torch", "python", "installer")},
+    }
+
+
+def stderr_console() -> Console:
+    """Where progress goes: standard error, so that tables on standard output can be piped."""
+    return Console(file=sys.__stderr__, stderr=True)
+
+
+Say = Callable[[str], None]
