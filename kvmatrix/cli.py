@@ -124,8 +124,8 @@ def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     plugin = PerfPlugin(session, console)
     chosen = _pytest_args(project, "perf", args)
     session.folder.mkdir(parents=True, exist_ok=True)
-    chosen += ["-rN", "--benchmark-only", f"--benchmark-json={session.folder / 'benchmark.json'}"]
-    chosen += ["--benchmark-quiet", "--benchmark-disable-gc"]
+    chosen += ["-rN", f"--benchmark-json={session.folder / 'benchmark.json'}"]
+    chosen += ["--benchmark-quiet", "--benchmark-disable-gc", "--benchmark-columns=min,median,iqr,rounds"]
     try:
         status = pytest.main(chosen, plugins=[_Named("kvmatrix-perf", plugin)])
     finally:

@@ -41,6 +41,8 @@ _WHEEL = re.compile(r"^# wheel: (?P<file>\S+\.whl) sha256:(?P<hex>[0-9a-f]{64})$
 _ERROR = re.compile(r"(?:error:|\u00d7)\s*", re.IGNORECASE)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _REQUIREMENTS = "requirements.in"
+# Machines for which a universal resolution is checked, in uv's words.
+_MACHINES = {"x86_64": "x86_64-manylinux_2_28", "aarch64": "aarch64-manylinux_2_28"}
 
 # pip's variable, uv's own for the same setting (the first is the one to set, any of them wins over pip's), and what uv
 # puts between several values.
@@ -172,8 +174,8 @@ def regenerate(project: Project, pin: Pin, progress: Callable[[str], None] = lam
         progress(f"resolving its requirements together with torch {pin.torch}")
         if target.is_file() and not upgrade:
             work.prefer(target.read_text(encoding="utf-8"))
-        resolved = work.compile([*requires(wheel), f"torch=={pin.torch}"])
-        own = work.compile([f"{pin.distribution}=={pin.version}"], "--no-deps", "--no-annotate")
+        resolved = work.resolve([*requires(wheel), f"torch=={pin.torch}"])
+        own = work.compile([f"{pin.distribution}=={pin.version}"], "--universal", "--no-deps", "--no-annotate")
         text = _header(pin, wheel) + _without_torch(resolved + own).replace(f"-r {_REQUIREMENTS}", pin.distribution)
     parse(text)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -230,13 +232,32 @@ class _Workshop:
     def prefer(self, lock: str) -> None:
         (self.folder / "lock").write_text(lock, encoding="utf-8")
 
+    def resolve(self, requirements: Sequence[str]) -> str:
+        """A universal resolution to which nothing is missing on the machines that count.
+
+        For a universal one uv reads the requirements of one wheel of each release, but some releases have wheels that
+        differ: intel-openmp's for Linux needs a package that others do not.
+        """
+        resolved = self.compile(requirements, "--universal")
+        known = {entry.name for entry in parse(resolved)}
+        missing = []
+        for machine, uv_platform in _MACHINES.items():
+            (self.folder / "constraints").write_text(constraints(parse(resolved)), encoding="utf-8")
+            found = self.compile(requirements, f"--python-platform={uv_platform}", "--constraints=constraints")
+            only = f"sys_platform == 'linux' and platform_machine == '{machine}'"
+            missing += [f"{e.name}=={e.version} ; {only}" for e in parse(found) if e.name not in known]
+        if missing:
+            self.prefer(resolved)
+            resolved = self.compile([*requirements, *missing], "--universal")
+        return resolved
+
     def compile(self, requirements: Sequence[str], *options: str) -> str:
         (self.folder / _REQUIREMENTS).write_text("".join(f"{r}\n" for r in requirements), encoding="utf-8")
         # Wheels at hand must not decide: the CPU build of torch does not require the triton of its CUDA build.
         environ = {k: v for k, v in os.environ.items() if k not in ("PIP_FIND_LINKS", "UV_FIND_LINKS")}
         environ = uv_environ(environ)
         environ.pop("UV_TORCH_BACKEND", None)
-        options = ("--universal", f"--python-version={self.python_version}", "--generate-hashes", *options)
+        options = (f"--python-version={self.python_version}", "--generate-hashes", *options)
         command = [self.uv, "pip", "compile", *options, "--no-header", "--no-progress", "--output-file=lock"]
         self._run([*command, _REQUIREMENTS], environ)
         return (self.folder / "lock").read_text(encoding="utf-8")

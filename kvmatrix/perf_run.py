@@ -216,6 +216,8 @@ def measure_harness(ctx: Context, cell: Cell, repeats: int, tell: Tell) -> PerfR
     forked = ctx.pool.get(python, env)
     seconds: dict[str, list[float]] = {"fork": [], "process": []}
     order = interleaved_order(["fork", "process"], repeats)
+    tell(f"one {cell.backend} cell: warm-up, not counted")
+    _run_to_end(forked, ctx, cell, ctx.folder / "logs" / "harness-warm-up.log")
     for index, isolation in enumerate(order):
         tell(f"one {cell.backend} cell: {isolation}")
         log = ctx.folder / "logs" / f"harness-{index}-{isolation}.log"

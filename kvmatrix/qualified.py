@@ -12,12 +12,17 @@ from kvmatrix.expectations import is_problem
 from kvmatrix.records import AnyRow, EndRow, ProbeRow, RunRow, last_attempts, read_rows
 
 
-def newest_runs(home: Path, suite: str | None = None) -> Iterator[tuple[Path, list[AnyRow]]]:
-    """Row files of this machine that end properly, newest first; damaged ones are passed over."""
+def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> Iterator[tuple[Path, list[AnyRow]]]:
+    """Row files of this machine that end properly, newest first.
+
+    Damaged files are passed over, or with ``strict`` raise RowsError.
+    """
     for path in sorted(home.glob("runs/*/rows.jsonl"), reverse=True):
         try:
             rows = read_rows(path)
         except RowsError:
+            if strict:
+                raise
             continue
         first = rows[0]
         if isinstance(first, RunRow) and (suite is None or first.suite == suite) and isinstance(rows[-1], EndRow):

@@ -95,7 +95,7 @@ class CellRow(Row):
     kind: Literal["cell"] = "cell"
     id: str
     attempt: int = 1
-    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED"]
+    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED", "NOT_RUN"]
     reason: str = ""
     isolation: Literal["fork", "process"]
     seconds: float

@@ -27,6 +27,8 @@ from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
 
+INTERRUPTED = "interrupted: the run was ended before this cell was"
+
 
 @dataclass
 class Context:
@@ -51,7 +53,7 @@ class Context:
 class Outcome:
     """One attempt at one cell."""
 
-    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED"] = "OK"
+    status: Literal["OK", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED", "NOT_RUN"] = "OK"
     reason: str = ""
     probes: list[ProbeRow] = field(default_factory=list)
     engine: dict[str, Any] | None = None
@@ -152,10 +154,16 @@ class CellRun:
         for attempt in range(1, INFRA_ATTEMPTS + 1):
             started = time.monotonic()
             outcome = self._attempt(attempt)
+            if self.ctx.pool.closing and outcome.status in ("CRASH", "INFRA"):
+                outcome.status, outcome.reason = "NOT_RUN", INTERRUPTED
             rows = self._write(outcome, attempt, time.monotonic() - started)
             if not outcome.parent_died or self.ctx.pool.closing:
                 break
         return rows
+
+    def skip(self, reason: str) -> list[ProbeRow]:
+        """Report every probe as NOT_RUN."""
+        return self._write(Outcome("NOT_RUN", reason), 1, 0.0)
 
     def _log(self, attempt: int) -> Path:
         suffix = f".{attempt}" if attempt > 1 else ""
@@ -348,11 +356,12 @@ def run_cells(cells: Sequence[Cell], ctx: Context, jobs: int, progress: Progress
     stop = threading.Event()
 
     def work(cell: Cell) -> list[ProbeRow]:
+        run = CellRun(cell, ctx, lambda stage: progress.cell_stage(cell, stage))
         if stop.is_set():
-            return []
+            return run.skip(INTERRUPTED)
         started = time.monotonic()
         progress.cell_started(cell)
-        rows = CellRun(cell, ctx, lambda stage: progress.cell_stage(cell, stage)).run()
+        rows = run.run()
         progress.cell_done(cell, rows, time.monotonic() - started)
         return rows
 

@@ -129,11 +129,11 @@ def newest_pair(home: Path) -> tuple[Path, list[AnyRow], tuple[Path, list[AnyRow
     Raises:
         NothingRanError: there is none.
     """
-    found = next(newest_runs(home, "conformance"), None)
+    found = next(newest_runs(home, "conformance", strict=True), None)
     if found is None:
         raise NothingRanError("no finished conformance run on this machine: run `nox -s conformance` first")
     path, rows = found
-    perf = next(((p, r) for p, r in newest_runs(home, "perf") if r[0].run > rows[0].run), None)
+    perf = next(((p, r) for p, r in newest_runs(home, "perf", strict=True) if r[0].run > rows[0].run), None)
     return path, rows, perf
 
 

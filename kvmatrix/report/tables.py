@@ -164,13 +164,15 @@ def generate_perf(rows: Sequence[PerfRow]) -> str:
     body = []
     for row in (r for r in rows if r.group == "generate"):
         if row.status != "PASS":
-            body.append([row.workload, "", "", "", "", "", f"{row.status}: {row.reason}"])
+            body.append([row.workload, *[""] * 6, f"{row.status}: {row.reason}"])
             continue
         stock_right = all(row.answers[STOCK]["same_as_cold"])
         for arm, seconds in row.seconds.items():
             answers = row.answers[arm]
             right = sum(answers["same_as_cold"])
             shown = f"{_median(seconds) * 1e3:.1f}"
+            tokens = row.geometry["prompt"] + _median(answers["output_tokens"])
+            throughput = tokens / _median(seconds)
             wrong = right < len(seconds)
             to_cold = "wrong output" if wrong else str(paired_ratio(seconds, answers["cold_seconds"]))
             to_stock = "1" if arm == STOCK else str(paired_ratio(seconds, row.seconds[STOCK])) if stock_right else ""
@@ -181,13 +183,15 @@ def generate_perf(rows: Sequence[PerfRow]) -> str:
                     row.workload,
                     arm,
                     f"~~{shown}~~" if wrong else shown,
+                    f"~~{throughput:,.0f}~~" if wrong else f"{throughput:,.0f}",
                     to_cold,
                     "" if wrong else to_stock,
                     f"{_median(answers['external_hit_tokens']):g} of {row.geometry['prompt']}",
                     f"{right} of {len(seconds)}",
                 ]
             )
-    headers = ["workload", "arm", "ms a request (median)", "ratio to cold [quartiles]", "ratio to stock [quartiles]"]
+    headers = ["workload", "arm", "ms a request (median)", "total_token_throughput (tokens/s)"]
+    headers += ["time to cold's [quartiles]", "time to stock's [quartiles]"]
     return table([*headers, "external tokens (median)", "output as cold's"], body)
 
 

@@ -1,0 +1,134 @@
+"""From axes to cells: ids, what a selection keeps, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvmatrix.cells import Cell, Selection, plan_cells
+from kvmatrix.config import Matrix, Project
+from kvmatrix.errors import UsageError
+from kvmatrix.runner import probe_id, probe_names
+
+ARMS = ["stock", "fix"]
+
+
+@pytest.fixture
+def matrix(project: Project) -> Matrix:
+    return project.matrix
+
+
+def refused(matrix: Matrix, **selection: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        plan_cells(matrix, Selection(**selection), ARMS)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_ids_are_unique(matrix: Matrix) -> None:
+    """Of all cells that the axes can give, the values that matrix.toml leaves out included."""
+    wide = matrix.model_copy(
+        update={"axes": matrix.axes.model_copy(update={"dtype": ("float32", "bfloat16"), "offload": ("eager", "lazy")})}
+    )
+    cells = plan_cells(wide, Selection(), ARMS)
+    assert len({c.id for c in cells}) == len(cells)
+    rows = [probe_id(c, name) for c in cells for name in probe_names(c, wide)]
+    assert len(set(rows)) == len(rows)
+
+
+def test_ids_are_stable(make_cell: Callable[..., Cell]) -> None:
+    """They name files and join rows of different runs."""
+    assert make_cell().id == "0.32.0-host-CPU_ATTN-eager-c128-b32-stock"
+    assert make_cell(tier="scheduler", chunk=64, block=16).id == "0.32.0-host-scheduler-c64-b16-stock"
+    assert probe_id(make_cell(arm="fix"), "cold") == "0.32.0-host-CPU_ATTN-eager-c128-b32-fix-cold"
+
+
+def test_a_default_vanishes_from_the_id(make_cell: Callable[..., Cell]) -> None:
+    plain = make_cell()
+    assert plain.dtype not in plain.id.split("-")
+    assert plain.id == make_cell(dtype="float32", offload="eager").id
+    assert make_cell(dtype="bfloat16").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-bfloat16-stock"
+    assert make_cell(offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-lazy-stock"
+    assert make_cell(dtype="bfloat16", offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-bfloat16-lazy-stock"
+
+
+def test_the_whole_matrix(matrix: Matrix) -> None:
+    cells = plan_cells(matrix, Selection(), ARMS)
+    llm = [c for c in cells if c.tier == "llm"]
+    backends = {b for p in matrix.pins if p.version == matrix.defaults.pin for b in p.backends}
+    assert {(c.backend, c.mode, c.arm) for c in llm} == {(b, m, a) for b in backends for m in matrix.axes.mode for a in ARMS}
+    assert [c.arm for c in cells if c.tier == "scheduler"] == ARMS
+
+
+def test_stock_comes_first_within_a_geometry(matrix: Matrix) -> None:
+    cells = plan_cells(matrix, Selection(), ARMS)
+    for stock, fix in zip(cells[::2], cells[1::2], strict=True):
+        assert (stock.arm, fix.arm) == ("stock", "fix")
+        assert stock.model_copy(update={"arm": "fix"}) == fix
+
+
+@pytest.mark.parametrize(
+    ("selection", "keeps"),
+    [
+        ({"backends": ("CPU_ATTN",)}, lambda c: c.backend == "CPU_ATTN"),
+        ({"backends": ("CPU_ATTN", "TRITON_ATTN")}, lambda c: c.backend in ("CPU_ATTN", "TRITON_ATTN")),
+        ({"modes": ("eager",)}, lambda c: c.mode == "eager"),
+        ({"dtypes": ("float32",)}, lambda c: c.tier == "llm"),
+        ({"chunks": (64,)}, lambda c: c.chunk == 64),
+        ({"blocks": (32,)}, lambda c: c.block == 32),
+        ({"tiers": ("scheduler",)}, lambda c: c.tier == "scheduler"),
+        ({"arms": ("fix",)}, lambda c: c.arm == "fix"),
+        ({"backends": ("CPU_ATTN",), "modes": ("eager",), "arms": ("stock",)}, lambda c: c.id.endswith("CPU_ATTN-eager-c128-b32-stock")),
+    ],
+    ids=["backend", "backends", "mode", "dtype", "chunk", "block", "tier", "arm", "together"],
+)
+def test_a_selection_keeps_its_cells_and_no_other(matrix: Matrix, selection: dict[str, Any], keeps: Callable[[Cell], bool]) -> None:
+    whole = plan_cells(matrix, Selection(), ARMS)
+    kept = plan_cells(matrix, Selection(**selection), ARMS)
+    assert kept == [c for c in whole if keeps(c)]
+    assert 0 < len(kept) < len(whole)
+
+
+@pytest.mark.parametrize(
+    ("axis", "value", "known"),
+    [
+        ("pins", "0.1.0", "0.32.0"),
+        ("device", "tpu", "host"),
+        ("backends", "NOPE", "FLEX_ATTENTION"),
+        ("modes", "fast", "compiled"),
+        ("dtypes", "int4", "float32"),
+        ("chunks", 4096, "128"),
+        ("blocks", 8, "16"),
+        ("tiers", "gpu", "scheduler"),
+        ("arms", "other", "fix"),
+    ],
+)
+def test_an_unknown_value_is_refused_with_what_is_known(matrix: Matrix, axis: str, value: Any, known: str) -> None:
+    message = refused(matrix, **{axis: value if axis == "device" else (value,)})
+    assert repr(value) in message
+    assert known in message
+
+
+def test_the_first_unknown_of_several_is_named(matrix: Matrix) -> None:
+    assert "'NOPE'" in refused(matrix, backends=("CPU_ATTN", "NOPE"))
+
+
+def test_a_selection_that_leaves_nothing(matrix: Matrix) -> None:
+    """Each value is known, but no cell has them together."""
+    assert "leaves no cell" in refused(matrix, backends=("CPU_ATTN",), chunks=(64,))
+
+
+def test_a_value_given_twice_gives_its_cells_once(matrix: Matrix) -> None:
+    pin = matrix.defaults.pin
+    once = plan_cells(matrix, Selection(pins=(pin,), backends=("CPU_ATTN",)), ARMS)
+    assert plan_cells(matrix, Selection(pins=(pin, pin), backends=("CPU_ATTN", "CPU_ATTN")), ARMS) == once
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [("cf", 2), ("cccf", 4), ("ccf", 3), ("cfcf", 2), ("f", 1), ("ff", 1), ("cccccff", 4), ("ccccccff", 4)],
+)
+def test_kv_groups(make_cell: Callable[..., Cell], layers: str, groups: int) -> None:
+    assert make_cell(layers=layers).kv_groups == groups

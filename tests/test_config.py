@@ -1,0 +1,138 @@
+"""``matrix.toml``: what it holds is validated, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvmatrix.config import Project, find_project, load_matrix
+from kvmatrix.errors import UsageError
+
+
+@pytest.fixture
+def text(project: Project) -> str:
+    return (project.root / "matrix.toml").read_text(encoding="utf-8")
+
+
+def refused(folder: Path, text: str | bytes) -> str:
+    path = folder / "matrix.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UsageError) as caught:
+        load_matrix(path)
+    message = str(caught.value)
+    assert message.startswith("matrix.toml")
+    assert "\n" not in message
+    return message
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def test_the_projects_matrix_loads(project: Project) -> None:
+    matrix = project.matrix
+    pin = matrix.pin(matrix.defaults.pin, matrix.defaults.device)
+    assert (project.root / pin.lock).is_file()
+    assert (project.patches / matrix.defaults.patch / "patch.toml").is_file()
+    assert {b for g in matrix.geometries for b in g.backends} == set(pin.backends)
+
+
+def test_an_unknown_pin_names_what_is_known(project: Project) -> None:
+    with pytest.raises(UsageError, match=r"'0\.1\.0'.*matrix\.toml has .*0\.32\.0 \(host\)"):
+        project.matrix.pin("0.1.0", "host")
+
+
+def test_an_unknown_key_at_the_top(tmp_path: Path, text: str) -> None:
+    assert "surprise" in refused(tmp_path, "surprise = 1\n" + text)
+
+
+def test_an_unknown_key_inside(tmp_path: Path, text: str) -> None:
+    assert "budgets.job" in refused(tmp_path, replaced(text, "jobs = 2", "job = 2"))
+
+
+def test_text_that_is_no_toml(tmp_path: Path, text: str) -> None:
+    assert "not valid TOML" in refused(tmp_path, replaced(text, "[defaults]", "[defaults"))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, text: str) -> None:
+    refused(tmp_path, text.encode() + b'# \xff\xfe\n')
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not found"):
+        load_matrix(tmp_path / "matrix.toml")
+
+
+def test_another_schema(tmp_path: Path, text: str) -> None:
+    assert "schema" in refused(tmp_path, replaced(text, "schema = 1", "schema = 2"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("prefix = 32", "prefix = 33", "multiples of block"),
+        ("chunk = 128", "chunk = 120", "multiples of block"),
+        ("prefix = 32", "prefix = 128", "not misaligned"),
+        ("prompt = 161", "prompt = 64", "leaves nothing"),
+        ("block = 32", "block = 0", "greater than 0"),
+        ("block = 32", "block = -32", "greater than 0"),
+        ('backends = ["CPU_ATTN"]', 'backends = ["CPU_ATTEN"]', "CPU_ATTEN"),
+    ],
+    ids=["odd-prefix", "odd-chunk", "aligned-prefix", "short-prompt", "zero-block", "negative-block", "misspelt-backend"],
+)
+def test_a_bad_geometry(tmp_path: Path, text: str, old: str, new: str, what: str) -> None:
+    geometry = text.index("[[geometries]]")
+    assert what in refused(tmp_path, text[:geometry] + replaced(text[geometry:], old, new))
+
+
+def test_two_geometries_that_would_share_their_cells_ids(tmp_path: Path, text: str) -> None:
+    """An id has no prompt in it: the second geometry's rows would replace the first one's."""
+    extra = '[[geometries]]\nbackends = ["CPU_ATTN"]\nblock = 32\nchunk = 128\nprompt = 321\nprefix = 32\n\n'
+    refused(tmp_path, replaced(text, "[[geometries]]", extra + "[[geometries]]"))
+
+
+def test_two_pins_of_one_version_and_device(tmp_path: Path, text: str) -> None:
+    start, end = text.index("[[pins]]"), text.index("# A geometry")
+    assert "two pins" in refused(tmp_path, text[:end] + text[start:end] + text[end:])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('mode = ["eager", "compiled"]', 'mode = ["fast"]'),
+        ('layers = "cf" ', 'layers = "cx" '),
+        ("max_logprob_error = 0.005", "max_logprob_error = 0"),
+        ("cell_timeout_s = 300", 'cell_timeout_s = "long"'),
+        ("rounds = 10", "rounds = 1"),
+        ('device = "host"', 'device = "tpu"'),
+    ],
+)
+def test_a_value_that_does_not_validate(tmp_path: Path, text: str, old: str, new: str) -> None:
+    refused(tmp_path, replaced(text, old, new))
+
+
+def test_the_project_is_found_upward(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "matrix.toml").write_text(text, encoding="utf-8")
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    assert find_project(inner).root == tmp_path.resolve()
+    monkeypatch.chdir(inner)
+    assert find_project().root == tmp_path.resolve()
+
+
+def test_no_project(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no matrix.toml"):
+        find_project(tmp_path)
+
+
+def test_variables_name_the_root_and_the_home(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "matrix.toml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("KVMATRIX_ROOT", str(tmp_path))
+    monkeypatch.delenv("KVMATRIX_HOME", raising=False)
+    found = find_project(Path("/"))
+    assert found.root == tmp_path.resolve()
+    assert found.home == tmp_path.resolve() / ".kvmatrix"
+    monkeypatch.setenv("KVMATRIX_HOME", str(tmp_path / "elsewhere"))
+    assert found.home == (tmp_path / "elsewhere").resolve()

@@ -1,0 +1,175 @@
+"""Expected failures: whom they match, what they do not excuse, and what a run's exit code makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmatrix.cells import Cell
+from kvmatrix.config import Project
+from kvmatrix.errors import ExitCode, UsageError
+from kvmatrix.expectations import Expectation, Expectations, expected_status, is_problem
+from kvmatrix.pytest_plugin import check
+from kvmatrix.records import ProbeRow
+from kvmatrix.session import exit_code
+
+ENTRY = {"status": "FAIL", "message": "^wrong-output: ", "why": "w", "link": "l", "arm": ["stock"]}
+TOML = '[[expect]]\nstatus = "FAIL"\nmessage = "^wrong-output: "\nwhy = "w"\nlink = "l"\narm = ["stock"]\n'
+REASON = "wrong-output: tokens [1] for [2]"
+
+
+def entry(**changes: Any) -> Expectation:
+    return Expectation(**ENTRY | changes)
+
+
+def load(folder: Path, text: str | bytes) -> Expectations:
+    (folder / "stock.toml").write_bytes(text.encode() if isinstance(text, str) else text)
+    return Expectations.load(folder)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"arm": ["fix"]},
+        {"tier": ["scheduler"]},
+        {"probe": ["cold"]},
+        {"pin": ["0.33.0"]},
+        {"device": ["cuda"]},
+        {"backend": ["TRITON_ATTN"]},
+        {"mode": ["compiled"]},
+        {"chunk": [64]},
+        {"block": [16]},
+    ],
+    ids=lambda a: next(iter(a)),
+)
+def test_every_axis_must_match(make_cell: Callable[..., Cell], axis: dict[str, Any]) -> None:
+    cell = make_cell()
+    assert entry().matches(cell, "mixed-misaligned")
+    assert not entry(**axis).matches(cell, "mixed-misaligned")
+
+
+def test_any_value_of_a_list_matches(make_cell: Callable[..., Cell]) -> None:
+    assert entry(chunk=[64, 128], probe=["cold", "mixed-misaligned"]).matches(make_cell(), "mixed-misaligned")
+
+
+def test_without_an_entry_pass_is_expected() -> None:
+    assert expected_status(None, "FAIL", REASON) == "PASS"
+    assert expected_status(None, "PASS", "") == "PASS"
+
+
+def test_an_expected_failure() -> None:
+    assert expected_status(entry(), "FAIL", REASON) == "FAIL"
+
+
+def test_a_failure_with_another_reason_is_not_the_expected_one() -> None:
+    assert expected_status(entry(), "FAIL", "lost-reuse: 0 of 64") == "PASS"
+
+
+@pytest.mark.parametrize("status", ["PASS", "CRASH", "TIMEOUT", "INFRA"])
+def test_anything_else_than_the_expected_failure_is_a_problem(make_row: Callable[..., ProbeRow], status: Any) -> None:
+    expected = expected_status(entry(), status, "")
+    assert expected == "FAIL"
+    assert is_problem(make_row(status=status, expected=expected))
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "problem"),
+    [
+        ("PASS", "PASS", False),
+        ("FAIL", "FAIL", False),
+        ("FAIL", "PASS", True),
+        ("PASS", "FAIL", True),
+        ("CRASH", "PASS", True),
+        ("TIMEOUT", "PASS", True),
+        ("INFRA", "PASS", True),
+        ("UNSUPPORTED", "FAIL", False),
+        ("NOT_RUN", "PASS", False),
+    ],
+)
+def test_what_is_a_problem(make_row: Callable[..., ProbeRow], status: str, expected: str, problem: bool) -> None:
+    assert is_problem(make_row(status=status, expected=expected)) is problem
+
+
+def test_unused_entries(make_cell: Callable[..., Cell]) -> None:
+    used, stale = entry(), entry(pin=["0.1.0"])
+    entries = Expectations([stale, used])
+    assert entries.find(make_cell(), "cold") is used
+    assert entries.find(make_cell(arm="fix"), "cold") is None
+    assert entries.unused() == [stale]
+
+
+def test_the_first_match_counts(make_cell: Callable[..., Cell]) -> None:
+    first, second = entry(why="one"), entry(why="two")
+    entries = Expectations([first, second])
+    assert entries.find(make_cell(), "cold") is first
+    assert entries.unused() == [second]
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "more.toml").write_text(TOML, encoding="utf-8")
+    assert [e.arm for e in load(tmp_path, TOML).entries] == [("stock",), ("stock",)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TOML.replace("[[expect]]", "[[expect]"),
+        TOML.replace('status = "FAIL"', 'status = "PASS"'),
+        TOML.replace('status = "FAIL"', 'status = "CRASH"'),
+        TOML.replace('why = "w"\n', ""),
+        TOML.replace('arm = ["stock"]\n', ""),
+        TOML + 'bakend = ["CPU_ATTN"]\n',
+        TOML.replace("^wrong", "(wrong"),
+        TOML.replace("[[expect]]", "[[expected]]"),
+        TOML.replace("[[expect]]", "[expect]"),
+        TOML.encode() + b"# \xff\n",
+    ],
+    ids=["toml", "pass", "crash", "no-why", "no-arm", "unknown-key", "bad-regex", "other-table", "not-a-list", "not-utf-8"],
+)
+def test_a_bad_entry_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, text)
+    assert str(caught.value).startswith("stock.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_projects_entries_name_stock_alone(project: Project) -> None:
+    """No patch may have its failures excused."""
+    entries = Expectations.load(project.root / "conformance" / "expectations").entries
+    assert entries
+    assert all(e.arm == ("stock",) for e in entries)
+
+
+# --- what becomes of a row ----------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_of_rows(make_row: Callable[..., ProbeRow]) -> None:
+    fine = make_row()
+    known = make_row(status="FAIL", expected="FAIL", reason=REASON)
+    assert exit_code([fine, known]) is ExitCode.OK
+    assert exit_code([fine], stale=1) is ExitCode.UNEXPECTED
+    assert exit_code([fine, make_row(status="FAIL")]) is ExitCode.UNEXPECTED
+    assert exit_code([fine, make_row(expected="FAIL")]) is ExitCode.UNEXPECTED
+    assert exit_code([fine, make_row(status="INFRA")]) is ExitCode.INFRA
+    assert exit_code([fine, make_row(status="CRASH")]) is ExitCode.INFRA
+    assert exit_code([make_row(status="INFRA"), make_row(status="FAIL")]) is ExitCode.UNEXPECTED
+
+
+def test_a_run_without_a_result_is_not_a_pass(make_row: Callable[..., ProbeRow]) -> None:
+    assert exit_code([]) is ExitCode.NOTHING_RAN
+    assert exit_code([make_row(status="UNSUPPORTED"), make_row(status="NOT_RUN")]) is ExitCode.NOTHING_RAN
+
+
+def test_a_row_as_a_pytest_item(make_row: Callable[..., ProbeRow]) -> None:
+    check(make_row())
+    with pytest.raises(pytest.xfail.Exception):
+        check(make_row(status="FAIL", expected="FAIL", reason=REASON))
+    for status in ("UNSUPPORTED", "NOT_RUN"):
+        with pytest.raises(pytest.skip.Exception, match="the reason"):
+            check(make_row(status=status, reason="the reason"))
+    for status, expected in (("PASS", "FAIL"), ("FAIL", "PASS"), ("CRASH", "PASS"), ("TIMEOUT", "FAIL"), ("INFRA", "PASS")):
+        with pytest.raises(pytest.fail.Exception, match=f"is {status}"):
+            check(make_row(status=status, expected=expected))

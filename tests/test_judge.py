@@ -1,0 +1,217 @@
+"""Verdicts: every reason is produced by itself from an observation that would otherwise pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvmatrix.arms import Arm
+from kvmatrix.cells import Cell
+from kvmatrix.config import Tolerances
+from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe
+
+TOLERANCES = Tolerances(max_logprob_error=0.005, max_reference_error=0.005)
+PASSED = Verdict("PASS")
+NAN = float("nan")
+Observe = Callable[..., dict[str, Any]]
+PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+
+
+@pytest.fixture
+def judged(observe: Observe, arm: Arm) -> Callable[..., Verdict]:
+    def judge(probe: str = "mixed-misaligned", cold: Verdict | None = PASSED, **changes: Any) -> Verdict:
+        return judge_probe(observe(probe, **changes), arm, TOLERANCES, 512, None if probe == "cold" else cold)
+
+    return judge
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_that_went_well(judged: Callable[..., Verdict], probe: str) -> None:
+    assert judged(probe) == PASSED
+
+
+def test_a_declined_misaligned_hit_passes(judged: Callable[..., Verdict]) -> None:
+    """A price, not a fault."""
+    assert judged(cached_tokens=32, counters__external_hit_tokens=0, counters__loaded_blocks=0) == PASSED
+
+
+NOT_ESTABLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "wrong-arm": ("mixed-misaligned", {"imported": {}}),
+    "logprobs": ("mixed-misaligned", {"vocab_compared": 511}),
+    "preempted": ("mixed-misaligned", {"counters__preemptions": 1}),
+    "not-established: the device": ("mixed-misaligned", {"counters__device_hit_tokens": 64, "cached_tokens": 192}),
+    "not-established: the CPU tier": ("pure-cpu-hit", {"cpu_resident_tokens": 128}),
+    "counters": ("mixed-misaligned", {"cached_tokens": 159}),
+    "not-established: 32 external": ("device-hit", {"counters__external_hit_tokens": 32, "cached_tokens": 192}),
+    "no-reference": ("mixed-misaligned", {"cold": Verdict("FAIL", "reference: …")}),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_ESTABLISHED)
+def test_a_state_that_was_not_established(judged: Callable[..., Verdict], reason: str) -> None:
+    probe, change = NOT_ESTABLISHED[reason]
+    verdict = judged(probe, **change)
+    assert verdict.status == "INFRA"
+    assert verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("reason", NOT_ESTABLISHED)
+def test_without_its_state_even_a_wrong_output_says_nothing(judged: Callable[..., Verdict], reason: str) -> None:
+    probe, change = NOT_ESTABLISHED[reason]
+    assert judged(probe, **change | {"tokens": [9], "max_logprob_error": 20.0, "pending_hits": 1}).status == "INFRA"
+
+
+@pytest.mark.parametrize("digests", [{}, {"m": "0" * 64}, None], ids=["nothing", "another-file", "one-too-many"])
+def test_another_arms_files(observe: Observe, arm: Arm, digests: dict[str, str] | None) -> None:
+    imported = digests if digests is not None else arm.expected | {"vllm.other": "c" * 64}
+    verdict = judge_probe(observe(imported=imported), arm, TOLERANCES, 512, PASSED)
+    assert (verdict.status, verdict.reason.partition(":")[0]) == ("INFRA", "wrong-arm")
+
+
+@pytest.mark.parametrize("probe", ["cold", "device-hit"])
+def test_a_probe_that_must_not_load_but_did(judged: Callable[..., Verdict], probe: str) -> None:
+    served = 0 if probe == "cold" else 160
+    assert judged(probe, counters__external_hit_tokens=16, cached_tokens=served + 16).status == "INFRA"
+
+
+@pytest.mark.parametrize("status", ["FAIL", "INFRA"])
+def test_there_is_nothing_to_compare_with_a_bad_cold_answer(judged: Callable[..., Verdict], status: Any) -> None:
+    verdict = judged(cold=Verdict(status, "x"))
+    assert verdict.status == "INFRA"
+    assert status in verdict.reason
+
+
+REFERENCE = {"tokens": [7], "max_logprob_error": 1e-5}
+FAULTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("reference", "cold", {"reference": REFERENCE | {"tokens": [8]}}),
+    ("reference", "cold", {"reference": REFERENCE | {"max_logprob_error": 0.006}}),
+    ("reference", "cold", {"reference": REFERENCE | {"max_logprob_error": NAN}}),
+    ("wrong-output", "mixed-misaligned", {"tokens": [8]}),
+    ("wrong-output", "mixed-misaligned", {"max_logprob_error": 0.006}),
+    ("wrong-output", "mixed-misaligned", {"max_logprob_error": NAN}),
+    ("wrong-output", "device-hit", {"tokens": [8]}),
+    ("lost-reuse", "pure-cpu-hit", {"counters__external_hit_tokens": 128, "cached_tokens": 128}),
+    ("lost-reuse", "mixed-aligned", {"counters__external_hit_tokens": 0, "cached_tokens": 128}),
+    ("unsound-load", "mixed-misaligned", {"counters__loaded_blocks": 4}),
+    ("unsound-load", "pure-cpu-hit", {"counters__loaded_blocks": 5}),
+    ("leaked-pin", "mixed-misaligned", {"pending_hits": 1}),
+]
+
+
+@pytest.mark.parametrize(("reason", "probe", "change"), FAULTS, ids=[f"{r}-{p}-{i}" for i, (r, p, _) in enumerate(FAULTS)])
+def test_a_fault(judged: Callable[..., Verdict], reason: str, probe: str, change: dict[str, Any]) -> None:
+    verdict = judged(probe, **change)
+    assert verdict.status == "FAIL"
+    assert verdict.reason.startswith(f"{reason}: ")
+
+
+def test_errors_at_the_tolerance_pass(judged: Callable[..., Verdict]) -> None:
+    assert judged(max_logprob_error=0.005) == PASSED
+    assert judged("cold", reference=REFERENCE | {"max_logprob_error": 0.005}) == PASSED
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_as_asked(make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]]) -> None:
+    assert judge_engine(make_cell(), engine_facts()) == PASSED
+    compiled = engine_facts({"compiled": 3}, enforce_eager=False, compilation_mode="VLLM_COMPILE")
+    assert judge_engine(make_cell(mode="compiled"), compiled) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("axis", "worker", "state"),
+    [
+        ("backend", {"backends": {"0": "CPU_ATTN", "1": "TRITON_ATTN"}}, {}),
+        ("backend", {"backends": {"0": "FLASH_ATTN"}}, {}),
+        ("mode", {}, {"enforce_eager": False}),
+        ("mode", {"compiled": 1}, {}),
+        ("mode", {}, {"compilation_mode": "VLLM_COMPILE"}),
+        ("block_size", {}, {"block_size": 16}),
+        ("dtype", {}, {"dtype": "bfloat16"}),
+        ("offload", {}, {"offload": {"mode": "lazy"}}),
+        ("offload", {}, {"offload": None}),
+    ],
+)
+def test_an_engine_that_is_not_as_asked(
+    make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]], axis: str, worker: Any, state: Any
+) -> None:
+    verdict = judge_engine(make_cell(), engine_facts(worker, **state))
+    assert verdict.status == "UNSUPPORTED"
+    assert verdict.reason.startswith(f"not-honoured: {axis} ")
+
+
+def test_a_compiled_cell_that_compiled_nothing(
+    make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]]
+) -> None:
+    facts = engine_facts({"compiled": 0}, enforce_eager=False, compilation_mode="VLLM_COMPILE")
+    assert judge_engine(make_cell(mode="compiled"), facts).status == "UNSUPPORTED"
+
+
+def test_an_engine_with_another_chunk(make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]]) -> None:
+    verdict = judge_engine(make_cell(chunk=64), engine_facts())
+    assert verdict.reason.startswith("not-honoured: attention_chunk_size 64 ")
+
+
+def test_an_engine_without_full_attention(make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]]) -> None:
+    groups = [g for g in engine_facts()["state"]["groups"] if g["attention_chunk_size"]]
+    verdict = judge_engine(make_cell(), engine_facts(groups=groups))
+    assert (verdict.status, verdict.reason.partition(":")[0]) == ("INFRA", "vacuous")
+
+
+def test_an_engine_whose_chunked_layers_are_in_no_chunked_group(
+    make_cell: Callable[..., Cell], engine_facts: Callable[..., dict[str, Any]]
+) -> None:
+    groups = [g for g in engine_facts()["state"]["groups"] if not g["attention_chunk_size"]]
+    assert judge_engine(make_cell(), engine_facts(groups=groups)).status != "PASS"
+
+
+# --- the scheduler's cases --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def case(arm: Arm) -> Callable[..., dict[str, Any]]:
+    def make(**changes: Any) -> dict[str, Any]:
+        facts = {
+            "chunks": [None, 64],
+            "prefix": 64,
+            "imported": arm.expected,
+            "external_tokens": 16,
+            "ideal_tokens": 16,
+            "is_async": True,
+            "missing": [[], []],
+            "leaked_cpu_pins": 0,
+            "leaked_device_refs": 0,
+            "pending_hits": 0,
+        }
+        return facts | changes
+
+    return make
+
+
+def test_a_case_that_is_right(case: Callable[..., dict[str, Any]], arm: Arm) -> None:
+    assert judge_case(case(), arm) == PASSED
+
+
+def test_a_misaligned_case_may_decline(case: Callable[..., dict[str, Any]], arm: Arm) -> None:
+    assert judge_case(case(prefix=16, external_tokens=0, is_async=False, ideal_tokens=64), arm) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"imported": {}}, "INFRA", "wrong-arm: "),
+        ({"missing": [[], [4]]}, "FAIL", "unsound: answers (16, True)"),
+        ({"leaked_cpu_pins": 1}, "FAIL", "leaked: "),
+        ({"leaked_device_refs": 1}, "FAIL", "leaked: "),
+        ({"pending_hits": 1}, "FAIL", "leaked: "),
+        ({"external_tokens": 0}, "FAIL", "lost-reuse: "),
+        ({"prefix": 0, "external_tokens": 0, "ideal_tokens": 80}, "FAIL", "lost-reuse: "),
+    ],
+)
+def test_a_case_that_is_not(case: Callable[..., dict[str, Any]], arm: Arm, change: dict[str, Any], status: str, reason: str) -> None:
+    verdict = judge_case(case(**change), arm)
+    assert verdict.status == status
+    assert verdict.reason.startswith(reason)

@@ -1,0 +1,93 @@
+"""What a probe means to establish, and how two answers are compared."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvmatrix.engine import Generation
+from kvmatrix.probes import PROBES, logprob_error, plan, random_prompt, reference_comparison
+
+CHUNKS = [128, None]
+NAN = float("nan")
+
+
+def generation(*steps: dict[int, float], tokens: list[int] | None = None) -> Generation:
+    return Generation(tokens or [max(s, key=lambda t: s[t]) for s in steps], list(steps), 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("probe", "device", "cpu", "reuse", "loads"),
+    [
+        ("cold", 0, 0, 0, 0),
+        ("device-hit", 160, 160, 0, 0),
+        ("pure-cpu-hit", 0, 160, 160, 1 + 5),
+        ("mixed-aligned", 128, 160, 32, 1 + 1),
+        ("mixed-misaligned", 32, 160, 128, 1 + 4),
+    ],
+)
+def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> None:
+    p = plan(probe, prompt=161, prefix=32, block=32, chunks=CHUNKS)
+    assert (p.device_tokens, p.cpu_tokens, p.reuse_tokens, p.needed_loads) == (device, cpu, reuse, loads)
+
+
+@pytest.mark.parametrize(
+    ("probe", "change"),
+    [
+        ("nosuch", {}),
+        ("mixed-misaligned", {"prefix": 160}),
+        ("mixed-misaligned", {"prefix": 40}),
+        ("mixed-misaligned", {"prompt": 33}),
+        ("mixed-aligned", {"prompt": 129}),
+        ("mixed-aligned", {"chunks": [None]}),
+    ],
+)
+def test_a_geometry_that_cannot_establish_its_probe(probe: str, change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        plan(probe, **{"prompt": 161, "prefix": 32, "block": 32, "chunks": CHUNKS} | change)  # type: ignore[arg-type]
+
+
+def test_prompts_are_repeatable_and_have_no_special_tokens() -> None:
+    prompt = random_prompt(500, 512, 7)
+    assert prompt == random_prompt(500, 512, 7)
+    assert prompt != random_prompt(500, 512, 8)
+    assert prompt[:100] == random_prompt(100, 512, 7)
+    assert 3 <= min(prompt) <= max(prompt) < 512
+
+
+def test_the_largest_difference_counts() -> None:
+    a, b = generation({0: -1.0, 1: -2.0, 2: -3.0}), generation({0: -1.0, 1: -2.25, 2: -2.9})
+    assert logprob_error(a, b) == logprob_error(b, a) == 0.25
+    assert logprob_error(a, a) == 0
+
+
+def test_steps_after_a_different_choice_are_not_compared() -> None:
+    a = generation({0: -0.5, 1: -1.0}, {0: -9.0, 1: -9.5})
+    b = generation({0: -1.0, 1: -0.9}, {0: -1.0, 1: -1.5})
+    assert logprob_error(a, b) == 0.5
+    same_choice = generation({0: -0.5, 1: -1.0}, {0: -1.0, 1: -1.5})
+    assert logprob_error(a, same_choice) == 8.0
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_nan_is_never_a_small_error(where: int) -> None:
+    """``max`` drops it in most places; a verdict must not."""
+    good = {0: -1.0, 1: -2.0, 2: -3.0}
+    bad = good | {where: NAN}
+    error = logprob_error(generation(bad, tokens=[0]), generation(good))
+    assert math.isnan(error) or math.isinf(error)
+
+
+def test_an_answer_that_is_nan_throughout() -> None:
+    bad = generation({0: NAN, 1: NAN}, tokens=[0])
+    assert not logprob_error(bad, bad) <= 0.005
+
+
+def test_the_reference() -> None:
+    cold = generation({0: -0.25, 1: -1.5})
+    assert reference_comparison(cold, [0], [[-0.25, -1.0]]) == {"tokens": [0], "max_logprob_error": 0.5}
+
+
+def test_cold_is_the_first_probe() -> None:
+    assert PROBES[0] == "cold"

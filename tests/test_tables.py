@@ -1,0 +1,363 @@
+"""Tables and verdicts from rows: never better than the rows, and byte for byte the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmatrix.errors import NothingRanError, RowsError
+from kvmatrix.records import CellRow, EndRow, PerfRow, ProbeRow, Row, RowWriter, RunRow
+from kvmatrix.report import document, tables
+
+RUN = "20260101T000000Z-abcd"
+FIX = {"arm": "fix"}
+PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+WRONG = "wrong-output: tokens [137] for [338], logprob error 20.957 nats"
+MakeRow = Callable[..., ProbeRow]
+
+
+@pytest.fixture
+def stock_fault(make_row: MakeRow) -> ProbeRow:
+    return make_row(
+        "mixed-misaligned",
+        "FAIL",
+        expected="FAIL",
+        reason=WRONG,
+        tokens=[137],
+        cold_tokens=[338],
+        max_logprob_error=20.957,
+        cached_tokens=160,
+        device_hit_tokens=32,
+        external_hit_tokens=128,
+        loaded_blocks=4,
+        needed_loads=5,
+    )
+
+
+@pytest.fixture
+def qualified(make_row: MakeRow, stock_fault: ProbeRow) -> list[ProbeRow]:
+    """Rows of a run that went as hoped."""
+    stock = [make_row(p) for p in PROBES[:-1]]
+    fix = [make_row(p, cell=FIX, tokens=[338], cold_tokens=[338], patch_sha256="a" * 64) for p in PROBES]
+    return [*stock, stock_fault, *fix]
+
+
+def changed(rows: list[ProbeRow], arm: str, probe: str, **changes: Any) -> list[ProbeRow]:
+    found = [r for r in rows if r.cell["arm"] == arm and r.probe == probe]
+    assert len(found) == 1
+    return [r.model_copy(update=changes) if r is found[0] else r for r in rows]
+
+
+def cells(table: str) -> list[list[str]]:
+    """A table's body, cell by cell."""
+    return [[c.strip() for c in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def test_qualified(qualified: list[ProbeRow]) -> None:
+    assert document.verdict(qualified, "fix") == "QUALIFIED: 5 of 5 probes PASS; stock fails 1 probes as expected."
+
+
+@pytest.mark.parametrize(
+    ("arm", "probe", "change"),
+    [
+        ("fix", "mixed-misaligned", {"status": "FAIL", "reason": WRONG}),
+        ("fix", "mixed-aligned", {"status": "FAIL", "reason": "lost-reuse: 0 of 32"}),
+        ("fix", "cold", {"status": "CRASH"}),
+        ("fix", "cold", {"status": "TIMEOUT"}),
+        ("fix", "cold", {"status": "INFRA"}),
+        ("stock", "mixed-misaligned", {"status": "PASS"}),
+        ("stock", "mixed-misaligned", {"status": "FAIL", "expected": "PASS"}),
+        ("stock", "cold", {"status": "FAIL"}),
+    ],
+)
+def test_any_row_that_is_not_as_expected_shows(qualified: list[ProbeRow], arm: str, probe: str, change: dict[str, str]) -> None:
+    assert document.verdict(changed(qualified, arm, probe, **change), "fix").startswith("NOT QUALIFIED: ")
+
+
+def test_a_patch_whose_failures_are_excused_is_not_qualified(qualified: list[ProbeRow]) -> None:
+    """An expectation may say that a patch fails; that does not make it right."""
+    rows = changed(qualified, "fix", "mixed-misaligned", status="FAIL", expected="FAIL", reason=WRONG)
+    assert not document.verdict(rows, "fix").startswith("QUALIFIED")
+
+
+def test_without_the_fault_on_stock_nothing_is_shown(qualified: list[ProbeRow]) -> None:
+    rows = changed(qualified, "stock", "mixed-misaligned", status="PASS", expected="PASS")
+    assert document.verdict(rows, "fix").startswith("INCOMPLETE: ")
+    assert document.verdict([r for r in qualified if r.cell["arm"] == "fix"], "fix").startswith("INCOMPLETE: ")
+
+
+def test_without_rows_of_the_patch_nothing_is_shown(qualified: list[ProbeRow]) -> None:
+    stock = [r for r in qualified if r.cell["arm"] == "stock"]
+    assert document.verdict(stock, "fix").startswith("INCOMPLETE: ")
+    assert document.verdict([], "fix").startswith("INCOMPLETE: ")
+
+
+@pytest.mark.parametrize("status", ["UNSUPPORTED", "NOT_RUN"])
+def test_rows_that_did_not_run_show(qualified: list[ProbeRow], make_row: MakeRow, status: str) -> None:
+    extra = [make_row(p, status, {"arm": "fix", "mode": "compiled"}) for p in PROBES]
+    text = document.verdict([*qualified, *extra], "fix")
+    assert text.startswith("QUALIFIED where it ran; 5 rows did not run")
+    assert "5 of 10 probes PASS" in text
+
+
+@pytest.mark.parametrize("status", ["UNSUPPORTED", "NOT_RUN"])
+def test_a_patch_that_never_ran_is_not_qualified(qualified: list[ProbeRow], status: Any) -> None:
+    rows = [r.model_copy(update={"status": status}) if r.cell["arm"] == "fix" else r for r in qualified]
+    assert document.verdict(rows, "fix").startswith("INCOMPLETE: ")
+
+
+def test_a_patch_that_did_not_run_where_stock_fails_is_not_qualified(qualified: list[ProbeRow]) -> None:
+    rows = changed(qualified, "fix", "mixed-misaligned", status="NOT_RUN", reason="not-run: …")
+    assert document.verdict(rows, "fix").startswith("INCOMPLETE: ")
+
+
+def test_each_patch_has_a_verdict_of_its_own(qualified: list[ProbeRow], make_row: MakeRow) -> None:
+    rows = [*qualified, make_row("mixed-misaligned", "FAIL", {"arm": "other"}, reason=WRONG)]
+    summary = document.conformance_summary(rows)
+    assert "fix on vLLM 0.32.0, host device: QUALIFIED: " in summary
+    assert "other on vLLM 0.32.0, host device: NOT QUALIFIED: " in summary
+
+
+# --- conformance tables -----------------------------------------------------------------------------------------------
+
+
+def test_an_expected_failure_is_shown_as_such(qualified: list[ProbeRow]) -> None:
+    stock, fix = cells(tables.qualification(qualified))
+    assert "stock" in stock
+    assert "338 → 137" in stock
+    assert "160 (32 + 128)" in stock
+    assert stock[-2:] == ["20.957", "FAIL (expected)"]
+    assert "fix" in fix
+    assert "338" in fix
+    assert fix[-1] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "shown"),
+    [
+        ("PASS", "PASS", "PASS"),
+        ("FAIL", "FAIL", "FAIL (expected)"),
+        ("FAIL", "PASS", "**FAIL** (expected PASS)"),
+        ("PASS", "FAIL", "**PASS** (expected FAIL)"),
+        ("CRASH", "FAIL", "**CRASH** (expected FAIL)"),
+        ("TIMEOUT", "PASS", "**TIMEOUT** (expected PASS)"),
+        ("INFRA", "PASS", "**INFRA** (expected PASS)"),
+        ("UNSUPPORTED", "FAIL", "UNSUPPORTED"),
+        ("NOT_RUN", "PASS", "NOT_RUN"),
+    ],
+)
+def test_status_texts(make_row: MakeRow, status: str, expected: str, shown: str) -> None:
+    assert tables.status_text(make_row(status=status, expected=expected)) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, ""), (0.0, "0"), (20.957, "20.957"), (0.01, "0.010"), (3.81e-6, "3.8e-06")])
+def test_numbers(value: float | None, shown: str) -> None:
+    assert tables.number(value) == shown
+
+
+def test_pipes_and_line_breaks_do_not_break_a_table(make_row: MakeRow) -> None:
+    row = make_row(status="CRASH", reason="crash: a | b\nand more")
+    text = tables.left_out([row])
+    assert "a \\| b and more" in text
+    assert len(text.splitlines()) == 3
+    columns = {line.replace("\\|", "").count("|") for line in text.splitlines()}
+    assert len(columns) == 1
+
+
+def test_what_is_left_out_is_listed_with_its_reason(qualified: list[ProbeRow], make_row: MakeRow) -> None:
+    assert tables.left_out(qualified) == ""
+    bad = [
+        make_row("cold", "UNSUPPORTED", {"backend": "FLEX_ATTENTION"}, reason="refused: no such kernel"),
+        make_row("cold", "NOT_RUN", {"backend": "TRITON_ATTN"}, reason="not-run: …"),
+        make_row("device-hit", "PASS", expected="FAIL"),
+    ]
+    text = tables.left_out([*qualified, *bad])
+    assert len(cells(text)) == 3
+    assert "refused: no such kernel" in text
+    assert "no fault was seen" in text
+
+
+def test_all_probes(qualified: list[ProbeRow]) -> None:
+    body = cells(tables.probes(qualified))
+    assert len(body) == 10
+    assert [r[1] for r in body] == ["stock"] * 5 + ["fix"] * 5
+    assert any("4 / 5" in r for r in body)
+
+
+def test_lookups_beside_each_other(make_row: MakeRow) -> None:
+    scheduler = {"tier": "scheduler", "chunk": 64, "block": 16}
+    name = "prefix16-tail-present"
+    unsound = "unsound: answers (64, True)"
+    stock = make_row(
+        name, "FAIL", scheduler, expected="FAIL", reason=unsound, reuse_tokens=64, resolved={"answer": [64, True], "missing": []}
+    )
+    fix = make_row(name, "PASS", scheduler | FIX, reuse_tokens=64, resolved={"answer": [0, False], "missing": []})
+    alone = make_row("prefix0-tail-present", "PASS", scheduler, reuse_tokens=80, resolved={"answer": [80, True], "missing": []})
+    body = cells(tables.lookups([stock, fix, alone]))
+    assert body[0] == [name, "64", "(64, True) FAIL (expected)", "(0, False) PASS"]
+    assert body[1] == ["prefix0-tail-present", "80", "(80, True) PASS", "NOT_RUN"]
+
+
+# --- performance tables -----------------------------------------------------------------------------------------------
+
+
+def generate_row(make: Callable[..., PerfRow], stock_right: bool = True, fix_right: bool = True, **changes: Any) -> PerfRow:
+    def answers(right: bool) -> dict[str, Any]:
+        return {
+            "prefix": [32, 32],
+            "cold_seconds": [8.0, 8.0],
+            "external_hit_tokens": [128, 128],
+            "device_hit_tokens": [32, 32],
+            "output_tokens": [1, 1],
+            "same_as_cold": [True, right],
+        }
+
+    return make(
+        **{
+            "group": "generate",
+            "workload": "mixed-misaligned",
+            "geometry": {"prompt": 161},
+            "seconds": {"stock": [2.0, 2.0], "fix": [4.0, 4.0]},
+            "answers": {"stock": answers(stock_right), "fix": answers(fix_right)},
+        }
+        | changes
+    )
+
+
+def test_lookup_times(make_perf_row: Callable[..., PerfRow]) -> None:
+    stock, fix = cells(tables.lookup_perf([make_perf_row()]))
+    assert stock == ["81 / 16", "stock", "3,000,000.0", "1", "64"]
+    assert fix == ["81 / 16", "fix", "1,500,000.0", "0.500 [0.500, 0.500]", "0"]
+
+
+def test_request_times(make_perf_row: Callable[..., PerfRow]) -> None:
+    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row)]))
+    assert "2000.0" in stock
+    assert "0.250 [0.250, 0.250]" in stock
+    assert "4000.0" in fix
+    assert "0.500 [0.500, 0.500]" in fix
+    assert "2.000 [2.000, 2.000]" in fix
+    assert fix[-1] == "2 of 2"
+
+
+def test_a_wrong_output_has_no_ratio(make_perf_row: Callable[..., PerfRow]) -> None:
+    """How fast a wrong answer came says nothing."""
+    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row, stock_right=False)]))
+    assert "~~2000.0~~" in stock
+    assert "wrong output" in stock
+    assert stock[-1] == "1 of 2"
+    assert not any("[" in cell for cell in stock)
+    assert "0.500 [0.500, 0.500]" in fix
+    assert not any("2.000 [" in cell for cell in fix)
+
+
+def test_a_wrong_output_of_the_patch_has_no_ratio(make_perf_row: Callable[..., PerfRow]) -> None:
+    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row, fix_right=False)]))
+    assert "2000.0" in stock
+    assert "~~4000.0~~" in fix
+    assert not any("[" in cell for cell in fix)
+
+
+@pytest.mark.parametrize("render", [tables.lookup_perf, tables.generate_perf, tables.harness_perf])
+def test_a_measurement_that_was_not_taken_shows_why(
+    make_perf_row: Callable[..., PerfRow], render: Callable[[list[PerfRow]], str]
+) -> None:
+    group = {tables.lookup_perf: "lookup", tables.generate_perf: "generate", tables.harness_perf: "harness"}[render]
+    row = make_perf_row(group=group, status="NOT_RUN", reason="not-qualified: …", seconds={}, answers={})
+    text = render([row])
+    assert "NOT_RUN" in text
+    assert "not-qualified" in text
+    widths = {line.count("|") for line in text.splitlines()}
+    assert len(widths) == 1
+
+
+def test_the_harness(make_perf_row: Callable[..., PerfRow]) -> None:
+    row = make_perf_row(
+        group="harness", geometry={"backend": "CPU_ATTN", "mode": "eager"}, seconds={"fork": [5.0, 5.0], "process": [20.0, 20.0]}
+    )
+    assert "0.250 [0.250, 0.250]" in tables.harness_perf([row])
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, run_row: RunRow, qualified: list[ProbeRow], make_perf_row: Callable[..., PerfRow]) -> Path:
+    """A machine's home with a finished run of each suite."""
+
+    def write(run: str, suite: str, rows: list[Row]) -> None:
+        end = EndRow(run=run, finished="2026-01-01T00:01:00Z", exit_code=0, counts={}, seconds=60.0)
+        cell = CellRow(run=run, id="c", status="OK", isolation="fork", seconds=1.0, max_rss_kib=2048)
+        with RowWriter(tmp_path / "home" / "runs" / run / "rows.jsonl") as writer:
+            for row in (run_row.model_copy(update={"suite": suite}), *rows, cell, end):
+                writer.write(row.model_copy(update={"run": run}))
+
+    write("20260101T000000Z-0000", "conformance", list(qualified))
+    write("20260101T001000Z-0000", "perf", [make_perf_row(), generate_row(make_perf_row)])
+    return tmp_path / "home"
+
+
+def test_published_tables_are_what_their_rows_give(home: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    (written,) = document.publish(home, results)
+    assert written.relative_to(results).parts[:3] == ("0.32.0", "host", "fix")
+    text = written.read_text(encoding="utf-8")
+    assert "**QUALIFIED: 5 of 5 probes PASS" in text
+    assert "Lookup call" in text
+    assert "2048" not in text
+    assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md"}
+    assert document.stale_tables(results) == []
+    assert document.tables_of(written.parent).encode() == written.read_bytes()
+
+
+def test_one_changed_byte_is_found(home: Path, tmp_path: Path) -> None:
+    (written,) = document.publish(home, tmp_path / "results")
+    data = written.read_bytes()
+    for at in (0, len(data) // 2, len(data) - 1):
+        written.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert document.stale_tables(tmp_path / "results") == [written]
+    written.write_bytes(data)
+    assert document.stale_tables(tmp_path / "results") == []
+
+
+def test_a_changed_row_is_found(home: Path, tmp_path: Path) -> None:
+    (written,) = document.publish(home, tmp_path / "results")
+    rows = written.with_name("conformance.jsonl")
+    text = rows.read_text(encoding="utf-8")
+    rows.write_text(text.replace('"max_logprob_error":20.957', '"max_logprob_error":20.958'), encoding="utf-8")
+    assert document.stale_tables(tmp_path / "results") == [written]
+
+
+def test_missing_tables_are_found(home: Path, tmp_path: Path) -> None:
+    (written,) = document.publish(home, tmp_path / "results")
+    written.unlink()
+    assert document.stale_tables(tmp_path / "results") == [written]
+
+
+def test_tables_without_their_rows_are_found(home: Path, tmp_path: Path) -> None:
+    """They could say anything."""
+    (written,) = document.publish(home, tmp_path / "results")
+    written.with_name("conformance.jsonl").unlink()
+    try:
+        assert document.stale_tables(tmp_path / "results") == [written]
+    except RowsError as e:
+        assert "conformance.jsonl" in str(e)  # as good an answer
+
+
+def test_damaged_published_rows(home: Path, tmp_path: Path) -> None:
+    (written,) = document.publish(home, tmp_path / "results")
+    rows = written.with_name("conformance.jsonl")
+    rows.write_text(rows.read_text(encoding="utf-8")[:-10], encoding="utf-8")
+    with pytest.raises(RowsError, match="line"):
+        document.stale_tables(tmp_path / "results")
+
+
+def test_nothing_to_publish(tmp_path: Path) -> None:
+    with pytest.raises(NothingRanError):
+        document.publish(tmp_path / "home", tmp_path / "results")
