@@ -94,6 +94,7 @@ def build_parser() -> Parser:
 
 def _pytest_args(project: Project, suite: str, args: argparse.Namespace) -> list[str]:
     chosen = [str(project.root / suite), f"--rootdir={project.root}", "-p", "no:cacheprovider", "-q"]
+    chosen += ["-o", "filterwarnings=default"]  # a warning of some library says nothing about the patch
     chosen += ["-v"] * (2 if args.verbose else 0)
     chosen += ["-k", args.keyword] if args.keyword else []
     return chosen

@@ -6,11 +6,11 @@ import os
 import tomllib
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from kvmatrix.errors import UsageError
+from kvmatrix.errors import DeviceError, UsageError
 
 DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
@@ -144,8 +144,14 @@ class Matrix(Strict):
         """The pin of ``version`` on ``device``.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or no such kind of device.
+            DeviceError: the kind of device has no pin at all.
         """
+        kinds = get_args(DeviceKind)
+        if device not in kinds:
+            raise UsageError(f"unknown device {device!r}: known are {', '.join(kinds)}")
+        if device not in {p.device for p in self.pins}:
+            raise DeviceError(f"device {device!r} has no pin in matrix.toml yet: run with --device host")
         for pin in self.pins:
             if (pin.version, pin.device) == (version, device):
                 return pin

@@ -19,6 +19,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -226,7 +227,10 @@ class _Workshop:
     def download(self, requirement: str) -> Path:
         wheels = self.folder / "wheels"
         options = ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={wheels}"]
-        self._run([sys.executable, "-m", "pip", "download", *options, requirement], os.environ)
+        # An interpreter whose environment uv made has no pip; uv itself cannot download.
+        borrow = [self.uv, "run", "--no-project", "--with=pip", f"--python={sys.executable}", "python"]
+        python = [sys.executable] if find_spec("pip") else borrow
+        self._run([*python, "-m", "pip", "download", *options, requirement], os.environ)
         return next(wheels.glob("*.whl"))
 
     def prefer(self, lock: str) -> None:

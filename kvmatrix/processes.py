@@ -251,6 +251,7 @@ class ParentPool:
         self.preload_timeout = preload_timeout
         self._parents: dict[tuple[str, tuple[tuple[str, str], ...]], Parent] = {}
         self._lock = threading.Lock()
+        self._started = 0
         self.closing = False
 
     def launch(self, python: Path, env: dict[str, str]) -> Parent:
@@ -260,8 +261,12 @@ class ParentPool:
             if self.closing:
                 raise InfraError("the run is being ended")
             parent = self._parents.get(key)
-            if parent is None or not parent.alive:
-                parent = Parent(python, env, self.logs / f"parent-{len(self._parents)}.log")
+            if parent is not None and not parent.alive:
+                parent.close()
+                parent = None
+            if parent is None:
+                self._started += 1
+                parent = Parent(python, env, self.logs / f"parent-{self._started}.log")
                 self._parents[key] = parent
             return parent
 

@@ -17,7 +17,11 @@ class Ratio:
     pairs: int
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{_shown(self.median)} [{_shown(self.low)}, {_shown(self.high)}]"
+
+
+def _shown(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio >= 0.01 else f"{ratio:.1e}"
 
 
 def interleaved_order(arms: Sequence[str], rounds: int) -> list[str]:

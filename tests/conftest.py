@@ -23,11 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = "20260101T000000Z-abcd"
 MODULE = "vllm.v1.simple_kv_offload.manager"
 SNIPPET_TIMEOUT_S = 120
+SETTINGS = ("KVMATRIX_ROOT", "KVMATRIX_OVERLAY", "KVMATRIX_HOST_COPY")
+QUIET = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVMATRIX_ROOT", "KVMATRIX_OVERLAY", "KVMATRIX_HOST_COPY"):
+    for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -215,18 +217,17 @@ def borrow(pin_env: PinEnv) -> Callable[[Path], Path]:
     return make
 
 
-@pytest.fixture
-def run_in_env(pin_env: PinEnv, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python code in the environment's interpreter; keyword arguments are variables (None unsets one)."""
+@pytest.fixture(scope="session")
+def run_in_env(pin_env: PinEnv, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python code in the environment's interpreter; keyword arguments are variables, None unsets one."""
+    work = tmp_path_factory.mktemp("in-env")
 
-    def run(code: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-        environ |= {k: v for k, v in variables.items() if v is not None}
-        for name in (k for k, v in variables.items() if v is None):
-            environ.pop(name, None)
+    def run(code: str, stdin: str = "", **variables: str | None) -> subprocess.CompletedProcess[str]:
+        changes = {**dict.fromkeys(SETTINGS), **QUIET, **variables}
+        environ = {k: v for k, v in {**os.environ, **changes}.items() if v is not None}
         command = [str(pin_env.python), "-c", code]
         return subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=SNIPPET_TIMEOUT_S, check=False
+            command, cwd=work, env=environ, input=stdin, capture_output=True, text=True, timeout=SNIPPET_TIMEOUT_S, check=False
         )
 
     return run

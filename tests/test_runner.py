@@ -1,0 +1,429 @@
+"""From a child's messages to rows. The children here are scripts of messages; everything else is the real runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmatrix import runner
+from kvmatrix.arms import Arm
+from kvmatrix.cells import Cell
+from kvmatrix.config import Project
+from kvmatrix.envs import PinEnv
+from kvmatrix.errors import DiskError, InfraError
+from kvmatrix.expectations import Expectations, is_problem
+from kvmatrix.processes import JobTimeout
+from kvmatrix.records import CellRow, ProbeRow, RowWriter, RunRow, last_attempts, read_rows
+from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells
+
+PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+MODULE = "vllm.v1.simple_kv_offload.manager"
+STOCK = Arm(name="stock", pin="0.32.0", manifest=Path("stock.json"), patch_sha256=None, expected={MODULE: "b" * 64})
+FIX = Arm(name="fix", pin="0.32.0", manifest=Path("fix.json"), patch_sha256="a" * 64, expected={MODULE: "c" * 64})
+DONE = {"type": "done"}
+Message = dict[str, Any] | BaseException
+
+
+class FakeJob:
+    """Gives its messages, then ends as told; an exception among them is raised in its place."""
+
+    pid = -1
+    max_rss_kib = 1024
+
+    def __init__(self, messages: Sequence[Message], exit_code: int | None) -> None:
+        self._messages = messages
+        self.exit_code = exit_code
+        self.killed = self.finished = False
+
+    def messages(self, timeout: float) -> Iterator[dict[str, Any]]:
+        for message in self._messages:
+            if isinstance(message, BaseException):
+                raise message
+            yield message
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def finish(self, timeout: float = 30) -> None:
+        self.finished = True
+
+
+class FakePool:
+    """A pool whose one parent starts the scripted jobs in turn; a script that is an exception is raised instead."""
+
+    def __init__(self, scripts: Sequence[Any]) -> None:
+        self.scripts = list(scripts)
+        self.jobs: list[FakeJob] = []
+        self.sent: list[dict[str, Any]] = []
+        self.closing = False
+
+    def launch(self, python: Path, env: dict[str, str]) -> FakePool:
+        return self
+
+    get = launch
+
+    def start(self, job: dict[str, Any], log: Path, timeout: float = 30) -> FakeJob:
+        self.sent.append(job)
+        script = self.scripts.pop(0)
+        if isinstance(script, BaseException):
+            raise script
+        self.jobs.append(FakeJob(*script))
+        return self.jobs[-1]
+
+    def close(self) -> None:
+        self.closing = True
+
+
+@pytest.fixture
+def make_context(project: Project, run_row: RunRow, tmp_path: Path) -> Iterator[Callable[..., Context]]:
+    writers: list[RowWriter] = []
+
+    def make(*scripts: Any, compiler_reason: str | None = None) -> Context:
+        writers.append(RowWriter(tmp_path / f"run-{len(writers)}" / "rows.jsonl"))
+        writers[-1].write(run_row)
+        pin = project.matrix.pin("0.32.0", "host")
+        env = PinEnv(pin, tmp_path / "env", tmp_path / "env" / "bin" / "python", tmp_path / "env" / "lib", "d" * 64, {})
+        return Context(
+            matrix=project.matrix,
+            run=run_row.run,
+            folder=writers[-1].path.parent,
+            home=tmp_path,
+            envs={"0.32.0": env},
+            arms={("0.32.0", "stock"): STOCK, ("0.32.0", "fix"): FIX},
+            expectations=Expectations.load(project.root / "conformance" / "expectations"),
+            writer=writers[-1],
+            pool=FakePool(scripts),  # type: ignore[arg-type]
+            compiler_reason=compiler_reason,
+        )
+
+    yield make
+    for writer in writers:
+        writer.close()
+
+
+@pytest.fixture
+def run(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> Callable[..., tuple[list[ProbeRow], Context]]:
+    """Runs one cell on the scripts of its attempts: its rows and the context."""
+
+    def go(*scripts: Any, cell: Cell | None = None, **options: Any) -> tuple[list[ProbeRow], Context]:
+        ctx = make_context(*scripts, **options)
+        return CellRun(cell or make_cell(), ctx, lambda stage: None).run(), ctx
+
+    return go
+
+
+@pytest.fixture
+def went_well(observe: Callable[..., dict[str, Any]], engine_facts: Callable[..., dict[str, Any]]) -> Callable[..., list[Message]]:
+    """The messages of a cell without a fault; ``probe={...}`` by name changes one probe's observation."""
+
+    def make(names: Sequence[str] = PROBES, engine: dict[str, Any] | None = None, **by_probe: dict[str, Any]) -> list[Message]:
+        probes = [
+            {"type": "probe"} | observe(n, **{"imported": STOCK.expected} | by_probe.get(n.replace("-", "_"), {})) for n in names
+        ]
+        stages = [{"type": "stage", "stage": "engine start"}, {"type": "engine"} | (engine or engine_facts())]
+        return [*stages, *probes, {"type": "summary", "filler_requests": 6}]
+
+    return make
+
+
+def error(name: str, message: str, *causes: str) -> dict[str, Any]:
+    return {"type": "error", "error": name, "message": message, "causes": list(causes)}
+
+
+def cell_rows(ctx: Context) -> list[CellRow]:
+    return [r for r in read_rows(ctx.writer.path) if isinstance(r, CellRow)]
+
+
+def statuses(rows: Sequence[ProbeRow]) -> dict[str, str]:
+    return {r.probe: r.status for r in rows}
+
+
+# --- cells that come to an answer -------------------------------------------------------------------------------------
+
+
+def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    fault = {"tokens": [9], "max_logprob_error": 20.0}
+    rows, ctx = run(([*went_well(mixed_misaligned=fault), DONE], 0))
+    assert statuses(rows) == dict.fromkeys(PROBES[:-1], "PASS") | {"mixed-misaligned": "FAIL"}
+    assert not any(map(is_problem, rows))
+    last = rows[-1]
+    assert last.expected == "FAIL"
+    assert last.expectation
+    assert (last.tokens, last.cold_tokens, last.external_hit_tokens) == ([9], [7], 128)
+    assert last.requested["backend"] == last.resolved["backend"] == "CPU_ATTN"
+    (cell,) = cell_rows(ctx)
+    assert (cell.status, cell.filler_requests, cell.max_rss_kib, cell.engine_start_s) == ("OK", 6, 1024, 1.0)
+    assert [r for r in read_rows(ctx.writer.path) if isinstance(r, ProbeRow)] == rows
+    assert ctx.pool.jobs[0].finished
+
+
+def test_an_unexpected_pass_is_a_problem(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, _ = run(([*went_well(), DONE], 0))
+    assert [r.probe for r in rows if is_problem(r)] == ["mixed-misaligned"]
+    assert rows[-1].status == "PASS"
+
+
+def test_another_failure_than_the_expected_one(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, _ = run(([*went_well(mixed_misaligned={"pending_hits": 1}), DONE], 0))
+    assert (rows[-1].status, rows[-1].expected, rows[-1].expectation != "") == ("FAIL", "PASS", True)
+
+
+def test_a_bad_cold_answer_makes_the_others_void(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    wrong = {"reference": {"tokens": [8], "max_logprob_error": 3.0}}
+    rows, _ = run(([*went_well(cold=wrong), DONE], 0))
+    assert statuses(rows) == {"cold": "FAIL"} | dict.fromkeys(PROBES[1:], "INFRA")
+
+
+def test_another_arms_files(run: Callable[..., Any], went_well: Callable[..., list[Message]], make_cell: Callable[..., Cell]) -> None:
+    rows, _ = run(([*went_well(), DONE], 0), cell=make_cell(arm="fix"))
+    assert set(statuses(rows).values()) == {"INFRA"}
+    assert all(r.reason.startswith("wrong-arm: ") for r in rows)
+    assert all(r.patch_sha256 == FIX.patch_sha256 for r in rows)
+
+
+def test_an_engine_that_is_not_as_asked(
+    run: Callable[..., Any], went_well: Callable[..., list[Message]], engine_facts: Callable[..., dict[str, Any]]
+) -> None:
+    """Its probes are not even waited for."""
+    engine = engine_facts({"backends": {"0": "TORCH_SDPA"}})
+    rows, ctx = run(([*went_well(engine=engine), DONE], 0))
+    assert set(statuses(rows).values()) == {"UNSUPPORTED"}
+    assert len(rows) == len(PROBES)
+    assert rows[0].reason == "not-honoured: backend CPU_ATTN was asked for, vLLM runs TORCH_SDPA"
+    assert ctx.pool.jobs[0].killed
+    assert cell_rows(ctx)[0].status == "UNSUPPORTED"
+
+
+def test_an_engine_without_what_the_probes_are_about(
+    run: Callable[..., Any], went_well: Callable[..., list[Message]], engine_facts: Callable[..., dict[str, Any]]
+) -> None:
+    groups = engine_facts()["state"]["groups"][:1]
+    rows, _ = run(([*went_well(engine=engine_facts(groups=groups)), DONE], 0))
+    assert set(statuses(rows).values()) == {"INFRA"}
+    assert all(r.reason.startswith("vacuous: ") for r in rows)
+
+
+# --- cells that do not ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("exit_code", "how"), [(-11, "by signal 11"), (-9, "by signal 9"), (1, "with exit status 1")])
+def test_a_crash(run: Callable[..., Any], went_well: Callable[..., list[Message]], exit_code: int, how: str) -> None:
+    """What was reported before stays; the rest are rows all the same."""
+    rows, ctx = run((went_well(PROBES[:2])[:-1], exit_code))
+    assert statuses(rows) == {"cold": "PASS", "device-hit": "PASS"} | dict.fromkeys(PROBES[2:], "CRASH")
+    assert how in rows[-1].reason
+    assert is_problem(rows[-1])
+    assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("CRASH", 1)], "a crash is not tried again"
+
+
+def test_an_exception_in_the_child(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, _ = run(([*went_well(PROBES[:1])[:-1], error("ZeroDivisionError", "division by zero")], 1))
+    assert statuses(rows) == {"cold": "PASS"} | dict.fromkeys(PROBES[1:], "CRASH")
+    assert rows[-1].reason == "crash: ZeroDivisionError: division by zero"
+
+
+def test_a_timeout(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, ctx = run(([*went_well(PROBES[:1])[:-1], JobTimeout()], -9))
+    assert statuses(rows) == {"cold": "PASS"} | dict.fromkeys(PROBES[1:], "TIMEOUT")
+    assert f"{ctx.matrix.budgets.cell_timeout_s:g} s" in rows[-1].reason
+    assert ctx.pool.jobs[0].killed
+    assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("TIMEOUT", 1)]
+
+
+def test_a_cell_that_ends_without_all_its_probes(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, _ = run(([*went_well(PROBES[:3]), DONE], 0))
+    assert statuses(rows) == dict.fromkeys(PROBES[:3], "PASS") | dict.fromkeys(PROBES[3:], "NOT_RUN")
+    assert all(r.reason for r in rows[3:])
+
+
+def test_what_vllm_refuses(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    refusal = error("RuntimeError", "Engine core initialization failed", "NotImplementedError: FP8 is not supported here")
+    rows, ctx = run(([went_well()[0], refusal], 1))
+    assert set(statuses(rows).values()) == {"UNSUPPORTED"}
+    assert rows[0].reason == "refused: NotImplementedError: FP8 is not supported here"
+    assert not any(map(is_problem, rows))
+    assert len(cell_rows(ctx)) == 1
+
+
+def test_what_sounds_like_a_refusal_after_an_answer_is_a_crash(
+    run: Callable[..., Any], went_well: Callable[..., list[Message]]
+) -> None:
+    """The engine runs; a patch that raises this in its lookup must not end as a cell that cannot run here."""
+    late = error("NotImplementedError", "a prefix inside of a chunk is not supported")
+    rows, _ = run(([*went_well(PROBES[:3])[:-1], late], 1))
+    assert statuses(rows) == dict.fromkeys(PROBES[:3], "PASS") | dict.fromkeys(PROBES[3:], "CRASH")
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "reason"),
+    [
+        (error("ValueError", "No valid attention backend found for cpu"), "UNSUPPORTED", "refused: "),
+        (error("ValueError", "No common block size for 8"), "UNSUPPORTED", "refused: "),
+        (error("NotImplementedError", ""), "UNSUPPORTED", "refused: "),
+        (error("ValidationError", "1 validation error", "ValueError: mode FULL does not support it"), "UNSUPPORTED", "refused: "),
+        (error("ValueError", "a bad shape"), "CRASH", "crash: "),
+        (error("AssertionError", "not supported"), "CRASH", "crash: "),
+        (error("KeyError", "'nosuch'"), "CRASH", "crash: "),
+        (error("EngineStateError", "transfers still pending"), "INFRA", "not-established: "),
+        (error("OverlayError", "x.py has sha256 00"), "INFRA", "wrong-arm: "),
+    ],
+)
+def test_errors_as_statuses(message: dict[str, Any], status: str, reason: str) -> None:
+    found = classify_error(message)
+    assert found[0] == status
+    assert found[1].startswith(reason)
+    assert "\n" not in found[1]
+
+
+def test_a_compiled_cell_without_a_compiler(run: Callable[..., Any], make_cell: Callable[..., Cell]) -> None:
+    rows, ctx = run(cell=make_cell(mode="compiled"), compiler_reason="no C++ compiler (g++) is installed")
+    assert set(statuses(rows).values()) == {"UNSUPPORTED"}
+    assert rows[0].reason == "no-compiler: no C++ compiler (g++) is installed"
+    assert ctx.pool.sent == []
+    assert cell_rows(ctx)[0].status == "UNSUPPORTED"
+
+
+def test_an_eager_cell_needs_no_compiler(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, _ = run(([*went_well(), DONE], 0), compiler_reason="no C++ compiler")
+    assert "UNSUPPORTED" not in statuses(rows).values()
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_whose_parent_died_is_tried_once_more(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    """And its first try stays in the file."""
+    rows, ctx = run((went_well(PROBES[:1])[:-1], None), ([*went_well(), DONE], 0))
+    assert {r.attempt for r in rows} == {2}
+    assert statuses(rows)["cold"] == "PASS"
+    assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("CRASH", 1), ("OK", 2)]
+    written = [r for r in read_rows(ctx.writer.path) if isinstance(r, ProbeRow)]
+    assert len(written) == 2 * len(PROBES)
+    assert last_attempts(written) == rows
+    assert rows[0].log != written[0].log
+
+
+def test_a_parent_that_cannot_be_had_is_tried_once_more(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    rows, ctx = run(InfraError("the preloaded parent ended"), ([*went_well(), DONE], 0))
+    assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("INFRA", 1), ("OK", 2)]
+    assert statuses(rows)["cold"] == "PASS"
+
+
+def test_there_is_no_third_try(run: Callable[..., Any]) -> None:
+    rows, ctx = run(*[InfraError("the preloaded parent ended")] * 3)
+    assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("INFRA", 1), ("INFRA", 2)]
+    assert set(statuses(rows).values()) == {"INFRA"}
+    assert rows[0].reason == "parent: the preloaded parent ended"
+    assert len(ctx.pool.scripts) == 1
+
+
+def test_a_run_that_is_being_ended_tries_nothing_again(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
+    ctx = make_context(InfraError("the run is being ended"), ([DONE], 0))
+    ctx.pool.closing = True
+    rows = CellRun(make_cell(), ctx, lambda stage: None).run()
+    assert {r.attempt for r in rows} == {1}
+    assert "PASS" not in statuses(rows).values()
+
+
+# --- the scheduler tier -----------------------------------------------------------------------------------------------
+
+
+def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell], project: Project) -> None:
+    cases = runner.scheduler_cases(project.matrix)
+    assert [c["absent"] for c in cases[:2]] == [[], [[1, 4]]], "the tail is the chunked group's last whole block"
+    messages = [
+        {
+            "type": "case",
+            **case,
+            "external_tokens": 64 if case["prefix"] == 16 else 16,
+            "ideal_tokens": 64 if case["prefix"] == 16 else 16,
+            "is_async": True,
+            "loaded_blocks": 5,
+            "missing": [[], [4]] if case["prefix"] == 16 else [[], []],
+            "leaked_cpu_pins": 0,
+            "leaked_device_refs": 0,
+            "pending_hits": 0,
+            "imported": STOCK.expected,
+        }
+        for case in cases
+    ]
+    rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
+    assert [r.probe for r in rows] == [c["name"] for c in cases]
+    assert {r.probe: r.status for r in rows if r.status == "FAIL"}.keys() == {"prefix16-tail-present", "prefix16-tail-absent"}
+    assert not any(map(is_problem, rows))
+    assert ctx.pool.sent[0]["kind"] == "scheduler"
+    assert ctx.pool.sent[0]["env"]["KVMATRIX_OVERLAY"] == "stock.json"
+
+
+def test_what_a_child_is_sent(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
+    ctx = make_context()
+    job = cell_job(make_cell(arm="fix"), ctx)
+    assert job["env"]["KVMATRIX_OVERLAY"] == "fix.json"
+    assert job["probes"] == list(ctx.matrix.llm.probes)
+    geometry = job["geometry"]
+    assert geometry["max_model_len"] % geometry["block"] == 0
+    assert geometry["max_model_len"] > geometry["prompt"] + geometry["new_tokens"]
+    assert geometry["num_gpu_blocks"] >= 2 * geometry["max_model_len"] // geometry["block"]
+
+
+# --- several cells ----------------------------------------------------------------------------------------------------
+
+
+class Told(Progress):
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def cell_done(self, cell: Cell, rows: Sequence[ProbeRow], seconds: float) -> None:
+        self.done.append(cell.id)
+
+
+def test_rows_come_in_the_cells_order(
+    make_context: Callable[..., Context], make_cell: Callable[..., Cell], went_well: Callable[..., list[Message]]
+) -> None:
+    cells = [make_cell(), make_cell(backend="TRITON_ATTN", chunk=64, block=16), make_cell(mode="compiled")]
+    told = Told()
+    ctx = make_context(*[([*went_well(), DONE], 0)] * 3)
+    rows = run_cells(cells, ctx, 1, told)
+    assert list(dict.fromkeys(r.cell["backend"] + r.cell["mode"] for r in rows)) == [c.backend + c.mode for c in cells]
+    assert told.done == [c.id for c in (cells[1], cells[2], cells[0])], "the longest first"
+
+
+def test_a_full_disk_ends_the_run(
+    make_context: Callable[..., Context],
+    make_cell: Callable[..., Cell],
+    went_well: Callable[..., list[Message]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ctx = make_context(*[([*went_well(), DONE], 0)] * 2)
+
+    def full(row: object) -> None:
+        raise DiskError("no space")
+
+    monkeypatch.setattr(ctx.writer, "write", full)
+    with pytest.raises(DiskError):
+        run_cells([make_cell(), make_cell(mode="compiled")], ctx, 1, Progress())
+    assert ctx.pool.closing
+    assert len(ctx.pool.jobs) == 1
+
+
+def test_ctrl_c_ends_the_children_and_keeps_the_rows(
+    make_context: Callable[..., Context],
+    make_cell: Callable[..., Cell],
+    went_well: Callable[..., list[Message]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ctx = make_context(([*went_well(), DONE], 0))
+
+    def interrupted(futures: set[Any]) -> None:
+        for future in futures:
+            future.result(timeout=20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_wait_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_cells([make_cell()], ctx, 1, Progress())
+    assert ctx.pool.closing
+    assert len([r for r in read_rows(ctx.writer.path) if isinstance(r, ProbeRow)]) == len(PROBES)
