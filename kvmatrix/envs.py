@@ -498,7 +498,7 @@ class _Build:
         environ = self._environ() | {"PYTHONDONTWRITEBYTECODE": ""}
         started = time.monotonic()
         deadline = min(self.deadline, started + self.project.matrix.budgets.preload_timeout_s)
-        command = [str(self.python), "-c", "from kvmatrix.forkserver import preload; preload()"]
+        command = [str(self.python), "-P", "-c", "from kvmatrix.forkserver import preload; preload()"]
         with suppress(subprocess.TimeoutExpired):
             _run(command, environ, self.log, deadline, self.lock_fd)
         self.seconds["import"] = round(time.monotonic() - started, 1)

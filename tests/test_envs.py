@@ -153,8 +153,9 @@ def built(finished: tuple[Lab, PinEnv, list[str]], monkeypatch: pytest.MonkeyPat
 
 
 def python(env: PinEnv, code: str, **environ: str) -> str:
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     result = subprocess.run(
-        [env.python, "-c", code], check=True, capture_output=True, text=True, timeout=60, env=os.environ | environ
+        [env.python, "-P", "-c", code], check=True, capture_output=True, text=True, timeout=60, env=inherited | environ
     )
     assert result.stderr == ""
     return result.stdout
@@ -179,7 +180,7 @@ def test_build_is_independent_of_this_interpreters_environment(built: tuple[Lab,
 
 
 def test_build_reports_its_steps(finished: tuple[Lab, PinEnv, list[str]]) -> None:
-    lab, env, said = finished
+    _, env, said = finished
     assert len(said) == 5
     assert all(line.startswith(f"environment {env.name}: ") and "\n" not in line for line in said)
     assert env.facts["installer"] == "pip"
@@ -276,9 +277,12 @@ def test_a_second_process_waits(built: tuple[Lab, PinEnv], until: Callable[..., 
 
 
 def test_waiting_has_an_end(lab: Lab) -> None:
-    with envs._exclusive(lab.path, 1, print), pytest.raises(EnvironmentBuildError, match=r"another process held it for 0.2 s"):
-        with envs._exclusive(lab.path, 0.2, lambda _: None):
-            pass
+    with (
+        envs._exclusive(lab.path, 1, print),
+        pytest.raises(EnvironmentBuildError, match=r"another process held it for 0.2 s"),
+        envs._exclusive(lab.path, 0.2, lambda _: None),
+    ):
+        pytest.fail("let in")
 
 
 # --- the link to this project -----------------------------------------------------------------------------------------
@@ -299,7 +303,10 @@ def test_overlay_is_installed_at_interpreter_start(built: tuple[Lab, PinEnv]) ->
         'import os; os.environ.get("KVMATRIX_OVERLAY") and __import__("kvmatrix.overlay", fromlist=["install"]).install()'
     )
     assert python(env, "print('started')") == "started\n"
-    assert python(env, "print('started')", KVMATRIX_OVERLAY="x.json") == "overlay installed\nstarted\n"
+    # Some Pythons run the .pth files of a virtual environment twice; the real `install` is made for that.
+    lines = python(env, "print('started')", KVMATRIX_OVERLAY="x.json").splitlines()
+    assert set(lines[:-1]) == {"overlay installed"}
+    assert lines[-1] == "started"
 
 
 def test_link_records_what_it_wrote(built: tuple[Lab, PinEnv]) -> None:
@@ -353,18 +360,17 @@ def failure(lab: Lab, error: type[Exception] = EnvironmentBuildError) -> str:
     return str(caught.value)
 
 
-def test_missing_wheels(lab: Lab) -> None:
-    """Of the framework, then of a locked package; then the build succeeds over what the failures left behind."""
-    aside = lab.wheels.parent
-    for name, step in (("tinytorch", "torch"), ("tinyvllm", "packages")):
-        wheel = f"{name}-1.0-py3-none-any.whl"
-        (lab.wheels / wheel).rename(aside / wheel)
-        reason = f"No matching distribution found for {name}==1.0"
-        assert failure(lab).startswith(f"environment {lab.path.name}: step {step} failed: {reason}")
-        assert failure(lab).endswith(f"; log: {lab.log}")
-        assert reason in lab.log.read_text()
-        (aside / wheel).rename(lab.wheels / wheel)
+def test_missing_wheel(lab: Lab) -> None:
+    """The failure names the wheel; with it there, the next build removes what the failed one left behind."""
+    wheel, aside = lab.wheels / "tinyvllm-1.0-py3-none-any.whl", lab.wheels.parent / "aside"
+    wheel.rename(aside)
+    message = failure(lab)
+    reason = "No matching distribution found for tinyvllm==1.0"
+    assert message.startswith(f"environment {lab.path.name}: step packages failed: {reason}")
+    assert message.endswith(f"; log: {lab.log}")
+    assert reason in lab.log.read_text()
     assert [(e.name, e.complete) for e in envs.list_envs(lab.project)] == [(lab.path.name, False)]
+    aside.rename(wheel)
     stale = lab.path / "stale"
     stale.touch()
     said: list[str] = []

@@ -127,12 +127,13 @@ def _answer(row: ProbeRow | None) -> str:
 
 def left_out(rows: Sequence[ProbeRow]) -> str:
     """What did not run, or was not as expected, with the reason; empty when there is nothing."""
-    body = [
-        [r.id, status_text(r), r.reason or "no fault was seen"]
-        for r in sorted(rows, key=_cell_order)
-        if is_problem(r) or r.status in ("UNSUPPORTED", "NOT_RUN")
-    ]
-    return table(["row", "status", "reason"], body) if body else ""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for r in sorted(rows, key=_cell_order):
+        if is_problem(r) or r.status in ("UNSUPPORTED", "NOT_RUN"):
+            key = (r.id.removesuffix(f"-{r.probe}"), status_text(r), r.reason or "no fault was seen")
+            grouped.setdefault(key, []).append(r.probe)
+    body = [[cell, ", ".join(probes), status, reason] for (cell, status, reason), probes in grouped.items()]
+    return table(["cell", "probes", "status", "reason"], body) if body else ""
 
 
 def lookup_perf(rows: Sequence[PerfRow]) -> str:
