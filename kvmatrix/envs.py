@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from kvmatrix import locks
+from kvmatrix import locks, system_libs
 from kvmatrix.config import Pin, Project
 from kvmatrix.errors import DiskError, EnvironmentBuildError, InstallChangedError, UsageError
 
@@ -88,6 +88,11 @@ class PinEnv:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What its processes must have set, over the caller's own variables."""
+        return system_libs.variables(self.path)
+
 
 @dataclass(frozen=True)
 class EnvEntry:
@@ -131,6 +136,8 @@ def _ensure(project: Project, pin: Pin, progress: Progress, framework: str) -> P
             env = _load(path, pin, project.root)
             if env is None:
                 raise EnvironmentBuildError(f"environment {path.name} is not usable right after its build: run again")
+        if pin.device == "host":
+            system_libs.provide(path, progress)
         _link(env.site_packages, project.root)
     return env
 
@@ -186,9 +193,7 @@ def verify_install(env: PinEnv) -> None:
 
 
 def _changed(env: PinEnv, name: str, how: str) -> InstallChangedError:
-    return InstallChangedError(
-        f"installed file {name} {how}: remove the environment with `kvmatrix env remove {env.name}`, then run again"
-    )
+    return InstallChangedError(f"installed file {name} {how}: delete the folder {env.path}, then run again")
 
 
 def _record_digest(path: Path) -> str | None:
@@ -247,9 +252,8 @@ def _site_packages(path: Path) -> Path:
 def _distribution(site_packages: Path, name: str) -> Distribution:
     found = next(iter(Distribution.discover(name=name, path=[str(site_packages)])), None)
     if found is None:
-        raise InstallChangedError(
-            f"{name} is not installed in {site_packages}: remove the environment with `kvmatrix env remove`, run again"
-        )
+        env = site_packages.parents[2]
+        raise InstallChangedError(f"{name} is not installed in environment {env.name}: delete the folder {env}, then run again")
     return found
 
 
@@ -461,6 +465,8 @@ class _Build:
         self._install_lock(len(entries))
         self._check_complete()
         self._step_link()
+        if self.pin.device == "host":
+            system_libs.provide(self.path, self.progress)
         self._warm_up()
         shutil.rmtree(self.scratch)
         self._write_marker(lock)
@@ -495,7 +501,7 @@ class _Build:
         Much less work than to compile all that is installed. It proves nothing: a failure is for a run to report.
         """
         self.progress(f"environment {self.path.name}: importing vLLM for the first time")
-        environ = self._environ() | {"PYTHONDONTWRITEBYTECODE": ""}
+        environ = self._environ() | {"PYTHONDONTWRITEBYTECODE": ""} | system_libs.variables(self.path)
         started = time.monotonic()
         deadline = min(self.deadline, started + self.project.matrix.budgets.preload_timeout_s)
         command = [str(self.python), "-P", "-c", "from kvmatrix.forkserver import preload; preload()"]

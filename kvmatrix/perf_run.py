@@ -12,7 +12,7 @@ from typing import Any
 from kvmatrix.cells import Cell
 from kvmatrix.config import Perf
 from kvmatrix.errors import InfraError
-from kvmatrix.processes import Job, JobTimeout, Parent, parent_env
+from kvmatrix.processes import Job, JobTimeout, Parent
 from kvmatrix.records import PerfRow
 from kvmatrix.runner import Context, cell_job, llm_geometry
 from kvmatrix.stats import interleaved_order
@@ -29,7 +29,7 @@ class Live:
     def __init__(self, ctx: Context, pin: str, backend: str) -> None:
         self.ctx = ctx
         self.pin = pin
-        self.parent = ctx.pool.get(ctx.envs[pin].python, parent_env("host", backend))
+        self.parent = ctx.pool.get(ctx.envs[pin].python, ctx.parent_variables(pin, "host", backend))
         self.timeout = ctx.matrix.budgets.cell_timeout_s
         self._jobs: list[Job] = []
 
@@ -211,7 +211,7 @@ def _void(measured: dict[str, Any]) -> str:
 
 def measure_harness(ctx: Context, cell: Cell, repeats: int, tell: Tell) -> PerfRow:
     """The same cell from the preloaded parent and in a process of its own, alternating; seconds from start to end."""
-    env = parent_env(cell.device, cell.backend)
+    env = ctx.parent_variables(cell.pin, cell.device, cell.backend)
     python = ctx.envs[cell.pin].python
     forked = ctx.pool.get(python, env)
     seconds: dict[str, list[float]] = {"fork": [], "process": []}

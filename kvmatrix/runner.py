@@ -48,6 +48,10 @@ class Context:
     compiler_reason: str | None
     """Why torch.compile cannot work here; None where it can."""
 
+    def parent_variables(self, pin: str, device: str, backend: str) -> dict[str, str]:
+        """Variables of the preloaded parent for ``backend`` in the environment of ``pin``."""
+        return parent_env(device, backend) | self.envs[pin].variables
+
 
 @dataclass
 class Outcome:
@@ -171,7 +175,7 @@ class CellRun:
 
     def _attempt(self, attempt: int) -> Outcome:
         outcome = Outcome()
-        env = parent_env(self.cell.device, self.cell.backend)
+        env = self.ctx.parent_variables(self.cell.pin, self.cell.device, self.cell.backend)
         try:
             parent = self.ctx.pool.get(self.ctx.envs[self.cell.pin].python, env)
             self.job = parent.start(cell_job(self.cell, self.ctx), self._log(attempt))
@@ -348,11 +352,12 @@ def run_cells(cells: Sequence[Cell], ctx: Context, jobs: int, progress: Progress
         KeyboardInterrupt: after the children are ended; finished rows are kept.
         DiskError: a row could not be written; the children are ended.
     """
-    envs = {tuple(sorted(parent_env(c.device, c.backend).items())): c for c in cells}
-    # Parents are started here, on a thread that outlives them, and import side by side.
-    progress.waiting_for_parents(len(envs))
-    for cell in envs.values():
-        ctx.pool.launch(ctx.envs[cell.pin].python, parent_env(cell.device, cell.backend))
+    # Parents are started before the first cell needs them: they import side by side.
+    parents = [(ctx.envs[c.pin].python, ctx.parent_variables(c.pin, c.device, c.backend)) for c in cells]
+    unique = [p for i, p in enumerate(parents) if p not in parents[:i]]
+    progress.waiting_for_parents(len(unique))
+    for python, env in unique:
+        ctx.pool.launch(python, env)
     stop = threading.Event()
 
     def work(cell: Cell) -> list[ProbeRow]:

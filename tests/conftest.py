@@ -210,8 +210,9 @@ def borrow(pin_env: PinEnv) -> Callable[[Path], Path]:
         for entry in pin_env.site_packages.iterdir():
             if not entry.name.startswith("kvmatrix"):
                 (site_packages / entry.name).symlink_to(entry)
-        for name in ("bin", "pyvenv.cfg", envs.MARKER, envs.LOCK_COPY):
-            (target / name).symlink_to(pin_env.path / name)
+        for name in ("bin", "lib/system", "pyvenv.cfg", envs.MARKER, envs.LOCK_COPY):
+            if (pin_env.path / name).exists():
+                (target / name).symlink_to(pin_env.path / name)
         return home
 
     return make
@@ -223,7 +224,7 @@ def run_in_env(pin_env: PinEnv, tmp_path_factory: pytest.TempPathFactory) -> Cal
     work = tmp_path_factory.mktemp("in-env")
 
     def run(code: str, stdin: str = "", **variables: str | None) -> subprocess.CompletedProcess[str]:
-        changes = {**dict.fromkeys(SETTINGS), **QUIET, **variables}
+        changes = {**dict.fromkeys(SETTINGS), **QUIET, **pin_env.variables, **variables}
         environ = {k: v for k, v in {**os.environ, **changes}.items() if v is not None}
         command = [str(pin_env.python), "-c", code]
         return subprocess.run(

@@ -80,11 +80,16 @@ def test_stock_comes_first_within_a_geometry(matrix: Matrix) -> None:
         ({"blocks": (32,)}, lambda c: c.block == 32),
         ({"tiers": ("scheduler",)}, lambda c: c.tier == "scheduler"),
         ({"arms": ("fix",)}, lambda c: c.arm == "fix"),
-        ({"backends": ("CPU_ATTN",), "modes": ("eager",), "arms": ("stock",)}, lambda c: c.id.endswith("CPU_ATTN-eager-c128-b32-stock")),
+        (
+            {"backends": ("CPU_ATTN",), "modes": ("eager",), "arms": ("stock",)},
+            lambda c: c.id.endswith("CPU_ATTN-eager-c128-b32-stock"),
+        ),
     ],
     ids=["backend", "backends", "mode", "dtype", "chunk", "block", "tier", "arm", "together"],
 )
-def test_a_selection_keeps_its_cells_and_no_other(matrix: Matrix, selection: dict[str, Any], keeps: Callable[[Cell], bool]) -> None:
+def test_a_selection_keeps_its_cells_and_no_other(
+    matrix: Matrix, selection: dict[str, Any], keeps: Callable[[Cell], bool]
+) -> None:
     whole = plan_cells(matrix, Selection(), ARMS)
     kept = plan_cells(matrix, Selection(**selection), ARMS)
     assert kept == [c for c in whole if keeps(c)]

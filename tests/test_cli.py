@@ -129,6 +129,10 @@ def test_a_damaged_matrix(called: Run, root: Path, damage: Callable[[str], str],
     assert what in line
 
 
+def test_a_device_that_is_not_here(called: Run) -> None:
+    assert "cuda" in error_of(called("conformance", "--device", "cuda"), ExitCode.DEVICE)
+
+
 def test_outside_of_a_project(called: Run, root: Path) -> None:
     (root / "matrix.toml").unlink()
     assert "no matrix.toml" in error_of(called("cells"), ExitCode.USAGE)

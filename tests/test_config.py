@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmatrix.config import Project, find_project, load_matrix
-from kvmatrix.errors import UsageError
+from kvmatrix.errors import DeviceError, UsageError
 
 
 @pytest.fixture
@@ -44,6 +44,11 @@ def test_an_unknown_pin_names_what_is_known(project: Project) -> None:
         project.matrix.pin("0.1.0", "host")
 
 
+def test_a_device_without_a_pin(project: Project) -> None:
+    with pytest.raises(DeviceError, match="cuda"):
+        project.matrix.pin("0.32.0", "cuda")
+
+
 def test_an_unknown_key_at_the_top(tmp_path: Path, text: str) -> None:
     assert "surprise" in refused(tmp_path, "surprise = 1\n" + text)
 
@@ -57,7 +62,7 @@ def test_text_that_is_no_toml(tmp_path: Path, text: str) -> None:
 
 
 def test_bytes_that_are_no_text(tmp_path: Path, text: str) -> None:
-    refused(tmp_path, text.encode() + b'# \xff\xfe\n')
+    refused(tmp_path, text.encode() + b"# \xff\xfe\n")
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
@@ -123,7 +128,7 @@ def test_the_project_is_found_upward(tmp_path: Path, text: str, monkeypatch: pyt
 
 
 def test_no_project(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no matrix.toml"):
+    with pytest.raises(UsageError, match=r"no matrix\.toml"):
         find_project(tmp_path)
 
 

@@ -182,7 +182,12 @@ def test_late_and_reordered_copies_change_nothing(with_copy_plan: Callable[..., 
 
 @pytest.mark.parametrize("text", ["", "unchanged"], ids=["empty", "without-effect"])
 def test_a_patch_without_a_change_never_counts_as_one(
-    copy_project: Callable[[], Path], borrow: Callable[[Path], Path], pin_env: PinEnv, tmp_path: Path, project: Project, text: str
+    copy_project: Callable[[], Path],
+    borrow: Callable[[Path], Path],
+    pin_env: PinEnv,
+    tmp_path: Path,
+    project: Project,
+    text: str,
 ) -> None:
     root, patch = copy_project(), project.matrix.defaults.patch
     file = root / "patches" / patch / f"{pin_env.pin.version}.patch"
@@ -262,7 +267,7 @@ def test_an_engine_core_in_a_process_of_its_own(bench: Bench, tmp_path: Path) ->
     }
     script = tmp_path / "own_process.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    environ = os.environ | parent_env("host", cell.backend)
+    environ = os.environ | parent_env("host", cell.backend) | bench.env.variables
     environ |= {
         "KVMATRIX_OVERLAY": str(bench.arms[cell.arm].manifest),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -285,7 +290,7 @@ def test_an_engine_core_in_a_process_of_its_own(bench: Bench, tmp_path: Path) ->
     assert told["state"] == bench.arms[cell.arm].expected
     pure, mixed = told["seen"]
     assert pure["counters"]["external_hit_tokens"] == pure["plan"]["reuse_tokens"] > 0
-    assert told["copied"]["load"] == pure["counters"]["loaded_blocks"] > 0
+    assert told["copied"]["load"] >= pure["counters"]["loaded_blocks"] > 0
     assert told["copied"]["store"] > 0
     assert mixed["counters"]["external_hit_tokens"] == 0
     for probe in told["seen"]:

@@ -211,7 +211,9 @@ def test_a_misaligned_case_may_decline(case: Callable[..., dict[str, Any]], arm:
         ({"prefix": 0, "external_tokens": 0, "ideal_tokens": 80}, "FAIL", "lost-reuse: "),
     ],
 )
-def test_a_case_that_is_not(case: Callable[..., dict[str, Any]], arm: Arm, change: dict[str, Any], status: str, reason: str) -> None:
+def test_a_case_that_is_not(
+    case: Callable[..., dict[str, Any]], arm: Arm, change: dict[str, Any], status: str, reason: str
+) -> None:
     verdict = judge_case(case(**change), arm)
     assert verdict.status == status
     assert verdict.reason.startswith(reason)

@@ -221,7 +221,8 @@ def test_a_package_keeps_its_own_submodules(tree: Tree) -> None:
 
 def test_a_child_process_inherits_it(tree: Tree) -> None:
     """By the variable alone, down to a grandchild."""
-    show = f"from kvmatrix import overlay; overlay.install(); import {MODULE} as m; print(m.VALUE, *overlay.imported_digests().values())"
+    show = f"from kvmatrix import overlay; overlay.install(); import {MODULE} as m"
+    show += "; print(m.VALUE, *overlay.imported_digests().values())"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {show!r}], check=True)"
     environ = os.environ | {overlay.ENV_VAR: tree.manifest(), "PYTHONPATH": str(tree.site)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False)

@@ -280,9 +280,8 @@ def test_closing_ends_everything(parent: Parent, start: Callable[..., Any], unti
     jobs = [start(parent, "hang with a child", reports=True) for _ in range(2)]
     parent.close()
     assert not parent.alive
-    for job, facts in jobs:
-        assert job.ended.is_set()
-        until(lambda pids=facts.values(): all(map(gone, pids)), 5)  # type: ignore[misc]
+    assert all(job.ended.is_set() for job, _ in jobs)
+    until(lambda: all(gone(pid) for _, facts in jobs for pid in facts.values()), 5)
     with pytest.raises(InfraError):
         start(parent, "")
 

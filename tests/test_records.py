@@ -65,7 +65,9 @@ def damaged(path: Path) -> str:
 def test_rows_come_back_as_they_were(
     path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow], make_perf_row: Callable[..., PerfRow]
 ) -> None:
-    probe = make_row(status="FAIL", expected="FAIL", reason="wrong-output: tokens [1] for [2]", tokens=[1], max_logprob_error=20.957)
+    probe = make_row(
+        status="FAIL", expected="FAIL", reason="wrong-output: tokens [1] for [2]", tokens=[1], max_logprob_error=20.957
+    )
     cell = CellRow(run=RUN, id="c", status="CRASH", isolation="fork", seconds=1.5, max_rss_kib=1024)
     written = [run_row, probe, cell, make_perf_row(), END]
     write(path, *written)
@@ -73,7 +75,7 @@ def test_rows_come_back_as_they_were(
     assert len(path.read_text(encoding="utf-8").splitlines()) == len(written)
 
 
-@pytest.mark.parametrize("text", ["a\nb", "tab\there", "a\u2028b", "a\x85b", "quote\"s \\", "µs → ×", "\x0b\x0c\x1c"])
+@pytest.mark.parametrize("text", ["a\nb", "tab\there", "a\u2028b", "a\x85b", 'quote"s \\', "µs → ×", "\x0b\x0c\x1c"])
 def test_any_text_comes_back(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow], text: str) -> None:
     row = make_row(reason=text)
     write(path, run_row, row)
@@ -155,7 +157,9 @@ def test_a_disk_that_stays_full(path: Path, run_row: RunRow, make_row: Callable[
     assert read_rows(path) == [run_row]
 
 
-def test_once_there_is_space_again_rows_are_written_whole(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow]) -> None:
+def test_once_there_is_space_again_rows_are_written_whole(
+    path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow]
+) -> None:
     with RowWriter(path) as writer:
         writer.write(run_row)
         with disk_full_at(path.stat().st_size + 100), pytest.raises(DiskError):

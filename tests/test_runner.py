@@ -116,12 +116,15 @@ def run(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) ->
 
 
 @pytest.fixture
-def went_well(observe: Callable[..., dict[str, Any]], engine_facts: Callable[..., dict[str, Any]]) -> Callable[..., list[Message]]:
+def went_well(
+    observe: Callable[..., dict[str, Any]], engine_facts: Callable[..., dict[str, Any]]
+) -> Callable[..., list[Message]]:
     """The messages of a cell without a fault; ``probe={...}`` by name changes one probe's observation."""
 
     def make(names: Sequence[str] = PROBES, engine: dict[str, Any] | None = None, **by_probe: dict[str, Any]) -> list[Message]:
         probes = [
-            {"type": "probe"} | observe(n, **{"imported": STOCK.expected} | by_probe.get(n.replace("-", "_"), {})) for n in names
+            {"type": "probe"} | observe(n, **{"imported": STOCK.expected} | by_probe.get(n.replace("-", "_"), {}))
+            for n in names
         ]
         stages = [{"type": "stage", "stage": "engine start"}, {"type": "engine"} | (engine or engine_facts())]
         return [*stages, *probes, {"type": "summary", "filler_requests": 6}]
@@ -177,7 +180,9 @@ def test_a_bad_cold_answer_makes_the_others_void(run: Callable[..., Any], went_w
     assert statuses(rows) == {"cold": "FAIL"} | dict.fromkeys(PROBES[1:], "INFRA")
 
 
-def test_another_arms_files(run: Callable[..., Any], went_well: Callable[..., list[Message]], make_cell: Callable[..., Cell]) -> None:
+def test_another_arms_files(
+    run: Callable[..., Any], went_well: Callable[..., list[Message]], make_cell: Callable[..., Cell]
+) -> None:
     rows, _ = run(([*went_well(), DONE], 0), cell=make_cell(arm="fix"))
     assert set(statuses(rows).values()) == {"INFRA"}
     assert all(r.reason.startswith("wrong-arm: ") for r in rows)
@@ -263,7 +268,11 @@ def test_what_sounds_like_a_refusal_after_an_answer_is_a_crash(
         (error("ValueError", "No valid attention backend found for cpu"), "UNSUPPORTED", "refused: "),
         (error("ValueError", "No common block size for 8"), "UNSUPPORTED", "refused: "),
         (error("NotImplementedError", ""), "UNSUPPORTED", "refused: "),
-        (error("ValidationError", "1 validation error", "ValueError: mode FULL does not support it"), "UNSUPPORTED", "refused: "),
+        (
+            error("ValidationError", "1 validation error", "ValueError: mode FULL does not support it"),
+            "UNSUPPORTED",
+            "refused: ",
+        ),
         (error("ValueError", "a bad shape"), "CRASH", "crash: "),
         (error("AssertionError", "not supported"), "CRASH", "crash: "),
         (error("KeyError", "'nosuch'"), "CRASH", "crash: "),
@@ -306,7 +315,9 @@ def test_a_cell_whose_parent_died_is_tried_once_more(run: Callable[..., Any], we
     assert rows[0].log != written[0].log
 
 
-def test_a_parent_that_cannot_be_had_is_tried_once_more(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+def test_a_parent_that_cannot_be_had_is_tried_once_more(
+    run: Callable[..., Any], went_well: Callable[..., list[Message]]
+) -> None:
     rows, ctx = run(InfraError("the preloaded parent ended"), ([*went_well(), DONE], 0))
     assert [(c.status, c.attempt) for c in cell_rows(ctx)] == [("INFRA", 1), ("OK", 2)]
     assert statuses(rows)["cold"] == "PASS"
@@ -320,7 +331,9 @@ def test_there_is_no_third_try(run: Callable[..., Any]) -> None:
     assert len(ctx.pool.scripts) == 1
 
 
-def test_a_run_that_is_being_ended_tries_nothing_again(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
+def test_a_run_that_is_being_ended_tries_nothing_again(
+    make_context: Callable[..., Context], make_cell: Callable[..., Cell]
+) -> None:
     ctx = make_context(InfraError("the run is being ended"), ([DONE], 0))
     ctx.pool.closing = True
     rows = CellRun(make_cell(), ctx, lambda stage: None).run()

@@ -48,5 +48,5 @@ def test_nothing_is_left_out() -> None:
     ids=["one-pair", "none", "unequal", "zero", "negative"],
 )
 def test_what_gives_no_ratio(left: list[float], right: list[float]) -> None:
-    with pytest.raises(ValueError, match="pairs|no time"):
+    with pytest.raises(ValueError, match=r"pairs|no time"):
         paired_ratio(left, right)

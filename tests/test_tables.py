@@ -156,7 +156,9 @@ def test_status_texts(make_row: MakeRow, status: str, expected: str, shown: str)
     assert tables.status_text(make_row(status=status, expected=expected)) == shown
 
 
-@pytest.mark.parametrize(("value", "shown"), [(None, ""), (0.0, "0"), (20.957, "20.957"), (0.01, "0.010"), (3.81e-6, "3.8e-06")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, ""), (0.0, "0"), (20.957, "20.957"), (0.01, "0.010"), (3.81e-6, "3.8e-06")]
+)
 def test_numbers(value: float | None, shown: str) -> None:
     assert tables.number(value) == shown
 
@@ -195,7 +197,13 @@ def test_lookups_beside_each_other(make_row: MakeRow) -> None:
     name = "prefix16-tail-present"
     unsound = "unsound: answers (64, True)"
     stock = make_row(
-        name, "FAIL", scheduler, expected="FAIL", reason=unsound, reuse_tokens=64, resolved={"answer": [64, True], "missing": []}
+        name,
+        "FAIL",
+        scheduler,
+        expected="FAIL",
+        reason=unsound,
+        reuse_tokens=64,
+        resolved={"answer": [64, True], "missing": []},
     )
     fix = make_row(name, "PASS", scheduler | FIX, reuse_tokens=64, resolved={"answer": [0, False], "missing": []})
     alone = make_row("prefix0-tail-present", "PASS", scheduler, reuse_tokens=80, resolved={"answer": [80, True], "missing": []})
@@ -279,7 +287,9 @@ def test_a_measurement_that_was_not_taken_shows_why(
 
 def test_the_harness(make_perf_row: Callable[..., PerfRow]) -> None:
     row = make_perf_row(
-        group="harness", geometry={"backend": "CPU_ATTN", "mode": "eager"}, seconds={"fork": [5.0, 5.0], "process": [20.0, 20.0]}
+        group="harness",
+        geometry={"backend": "CPU_ATTN", "mode": "eager"},
+        seconds={"fork": [5.0, 5.0], "process": [20.0, 20.0]},
     )
     assert "0.250 [0.250, 0.250]" in tables.harness_perf([row])
 
