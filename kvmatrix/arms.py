@@ -99,7 +99,7 @@ def load_patch(folder: Path) -> Patch:
     except FileNotFoundError:
         known = sorted(p.parent.name for p in folder.parent.glob("*/patch.toml"))
         raise UsageError(f"unknown patch {folder.name!r}: patches/ has {', '.join(known) or 'none'}") from None
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise PatchError(f"{path}: not valid TOML: {e}") from e
     except ValidationError as e:
         first = e.errors()[0]
@@ -213,9 +213,11 @@ def apply_patch(text: bytes, files: tuple[PatchedFile, ...], site_packages: Path
         copy = work / file.path
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(site_packages / file.path, copy)
-    # A repository around `work` would make git read the paths as its own and skip them silently.
+    # A repository around `work` would make git read the paths as its own and skip them silently; the user's settings
+    # could change line ends and white space.
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env |= {"GIT_CEILING_DIRECTORIES": str(work.resolve().parent), "LC_ALL": "C"}
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     try:
         done = subprocess.run(
             ["git", "apply", "-p1", "--whitespace=nowarn", "-"],

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix.config import Geometry, Matrix, Pin
 from kvmatrix.errors import UsageError
@@ -64,6 +64,11 @@ class Selection(BaseModel):
     blocks: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
+
+    @field_validator("pins", "arms", "patches", "backends", "modes", "chunks", "blocks", "dtypes", "tiers")
+    @classmethod
+    def _once(cls, values: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(dict.fromkeys(values))
 
     @property
     def narrows_llm(self) -> bool:

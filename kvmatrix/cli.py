@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -14,9 +12,9 @@ from rich.console import Console
 
 import kvmatrix
 from kvmatrix import doctor, envs, locks
-from kvmatrix.cells import Selection, plan_cells, selected_pins
+from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
-from kvmatrix.errors import ExitCode, KvmatrixError, UsageError, one_line
+from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, UsageError, one_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
@@ -176,8 +174,7 @@ def _ended(error: KvmatrixError | None, code: ExitCode, status: int, session: Se
 
 def run_cells_list(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     selection = _selection(args)
-    arms = ["stock", *(selection.patches or (project.matrix.defaults.patch,))]
-    cells = plan_cells(project.matrix, selection, arms)
+    cells = Session(project, selection, "conformance", Console(stderr=True), argv).plan()
     for cell in cells:
         print(cell.id)
     _say(f"{len(cells)} cells")
@@ -252,9 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("interrupted")
         return int(ExitCode.INTERRUPTED)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if e.errno not in DISK_ERRNOS:
             raise
-        _say(f"error: {e.strerror}: {Path(e.filename or '?').name}; free space and run again")
+        _say(f"error: {e.strerror}: {e.filename}; free space, or set KVMATRIX_HOME to a folder that can be written")
         return int(ExitCode.DISK)
 
 

@@ -140,6 +140,20 @@ class Matrix(Strict):
             raise ValueError("two pins have the same version and device")
         return self
 
+    @model_validator(mode="after")
+    def _geometries_make_distinct_cells(self) -> Matrix:
+        known = {b for p in self.pins for b in p.backends}
+        seen = set()
+        for geometry in self.geometries:
+            for backend in geometry.backends:
+                if backend not in known:
+                    raise ValueError(f"geometry names backend {backend!r}, no pin has it: known are {', '.join(sorted(known))}")
+                key = (backend, geometry.chunk, geometry.block)
+                if key in seen:
+                    raise ValueError(f"two geometries have backend {backend}, chunk {key[1]} and block {key[2]}")
+                seen.add(key)
+        return self
+
     def pin(self, version: str, device: str) -> Pin:
         """The pin of ``version`` on ``device``.
 
@@ -194,7 +208,7 @@ def load_matrix(path: Path) -> Matrix:
         return Matrix.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(f"{path.name} not found in {path.parent}: run in the project's root") from None
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path.name} is not valid TOML: {e}") from e
     except ValidationError as e:
         first = e.errors()[0]

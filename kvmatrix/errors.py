@@ -5,7 +5,11 @@ Every command ends with one of these codes, through nox as well. A message is on
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
+
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EFBIG)
+"""What a full, read-only or forbidden disk answers with."""
 
 
 class ExitCode(IntEnum):

@@ -38,7 +38,10 @@ class Expectation(BaseModel):
     @field_validator("message")
     @classmethod
     def _compiles(cls, message: str) -> str:
-        re.compile(message)
+        try:
+            re.compile(message)
+        except re.error as e:
+            raise ValueError(f"not a regular expression: {e}") from e
         return message
 
     def matches(self, cell: Cell, probe: str) -> bool:
@@ -65,8 +68,11 @@ class Expectations:
         for path in sorted(folder.glob("*.toml")):
             try:
                 raw = tomllib.loads(path.read_text(encoding="utf-8"))
+                odd = sorted(raw.keys() - {"expect"})
+                if odd:
+                    raise UsageError(f"{path.name}: unknown key {odd[0]!r}: entries are [[expect]] tables")
                 entries += [Expectation.model_validate(e) for e in raw.get("expect", [])]
-            except tomllib.TOMLDecodeError as e:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
                 raise UsageError(f"{path.name} is not valid TOML: {e}") from e
             except ValidationError as e:
                 first = e.errors()[0]

@@ -9,6 +9,7 @@ Nothing here may start a thread before a fork: a lock held by another thread wou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -154,11 +155,14 @@ class ForkServer:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self.control.close()
-            status = child_main(request["job"], fds[0], fds[1])
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            status = 1
+            try:
+                self.control.close()
+                status = child_main(request["job"], fds[0], fds[1])
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(status)  # never back into the parent's loop, which would end the other children
         for fd in fds:
             os.close(fd)
         self.children[pid] = request["id"]
@@ -170,6 +174,8 @@ class ForkServer:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what the child had started
             code = os.waitstatus_to_exitcode(status)
             self.reply({"id": self.children.pop(pid), "exit": code, "max_rss_kib": usage.ru_maxrss})
 

@@ -19,6 +19,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from types import ModuleType
+from typing import Any
 
 ENV_VAR = "KVMATRIX_OVERLAY"
 
@@ -62,32 +63,35 @@ class OverlayFinder(MetaPathFinder):
     is relative to site-packages and ``source`` is the absolute path of the file to load.
     """
 
-    def __init__(self, manifest: dict[str, object]) -> None:
+    def __init__(self, manifest: dict[str, Any]) -> None:
         self.arm = str(manifest["arm"])
-        files = manifest["files"]
-        assert isinstance(files, list)
-        self.files: dict[str, dict[str, str]] = {f["module"]: f for f in files}
+        if not isinstance(manifest["files"], list):
+            raise TypeError("files must be a list")
+        self.files: dict[str, dict[str, str]] = {f["module"]: f for f in manifest["files"]}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         entry = self.files.get(fullname)
         if entry is None:
             return None
-        self._check_preimage(entry, path)
+        installed = self._check_preimage(entry, path)
         is_package = entry["path"].endswith("/__init__.py")
         loader = OverlayLoader(fullname, entry["source"], entry["post_sha256"])
         spec = spec_from_file_location(
             fullname,
             entry["source"],
             loader=loader,
-            submodule_search_locations=list(path or []) if is_package else None,
+            submodule_search_locations=[os.path.dirname(installed)] if is_package else None,
         )
         if spec is not None:
             spec.cached = None
         return spec
 
     @staticmethod
-    def _check_preimage(entry: dict[str, str], path: Sequence[str] | None) -> None:
-        name = os.path.basename(entry["path"])
+    def _check_preimage(entry: dict[str, str], path: Sequence[str] | None) -> str:
+        """Path of the installed file that the overlay stands for."""
+        # Relative to the parent package's folder: `x.py`, or `x/__init__.py` for a package.
+        name = entry["path"].removesuffix("/__init__.py").rsplit("/", 1)[-1]
+        name += "/__init__.py" if entry["path"].endswith("/__init__.py") else ""
         for folder in path or sys.path:
             installed = os.path.join(folder, name)
             if os.path.isfile(installed):
@@ -98,7 +102,7 @@ class OverlayFinder(MetaPathFinder):
                         f"{entry['path']} is installed with sha256 {digest[:16]}, the overlay was made for"
                         f" {entry['pre_sha256'][:16]}: another version is installed, or the file was changed"
                     )
-                return
+                return installed
         raise OverlayError(f"{entry['path']} is not installed: the overlay belongs to another vLLM version")
 
 
@@ -114,7 +118,7 @@ def install(manifest_path: str | None = None) -> OverlayFinder | None:
     try:
         with open(manifest_path, encoding="utf-8") as f:
             finder = OverlayFinder(json.load(f))
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise OverlayError(f"{ENV_VAR}={manifest_path} is not a readable overlay manifest: {e}") from e
     current = active()
     if current is not None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from kvmatrix import perf_run
 from kvmatrix.cells import Cell, plan_cells
 from kvmatrix.config import Matrix
-from kvmatrix.errors import DiskError, ExitCode, InfraError, KvmatrixError
+from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, InfraError, KvmatrixError
 from kvmatrix.expectations import is_problem
 from kvmatrix.qualified import conformance_of, is_qualified
 from kvmatrix.records import PerfRow, ProbeRow
@@ -109,6 +109,10 @@ class PerfPlugin:
                 self._ctx = self.session.open([i.name for i in session.items])
         except KvmatrixError as e:
             self.error = e
+        except OSError as e:
+            if e.errno not in DISK_ERRNOS:
+                raise
+            self.error = DiskError(f"{e.strerror}: {e.filename}; free space, or set KVMATRIX_HOME to another folder")
         except KeyboardInterrupt:
             self.interrupted = True
         if self.error or self.interrupted:

@@ -6,6 +6,7 @@ they mean is decided by :mod:`kvmatrix.judge`, outside the engine's process.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -73,10 +74,16 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
 
 
 def logprob_error(a: Generation, b: Generation) -> float:
-    """Largest |difference| in nats over the common vocabulary, up to and including the first step that chose differently."""
+    """Largest |difference| in nats over the common vocabulary, up to and including the first step that chose differently.
+
+    NaN when any of them is NaN: no comparison with a tolerance holds then.
+    """
     worst = 0.0
     for step, (left, right) in enumerate(zip(a.logprobs, b.logprobs, strict=True)):
-        worst = max(worst, max(abs(left[t] - right[t]) for t in left.keys() & right.keys()))
+        errors = [abs(left[t] - right[t]) for t in left.keys() & right.keys()]
+        if any(math.isnan(e) for e in errors):
+            return math.nan  # `max` would pass over it
+        worst = max(worst, *errors)
         if a.token_ids[step] != b.token_ids[step]:
             break
     return worst

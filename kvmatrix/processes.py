@@ -215,6 +215,9 @@ class Parent:
         for answer in list(self._pids.values()):
             answer.put(-1)
         for job in list(self._jobs.values()):
+            if job.pid > 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(job.pid, signal.SIGKILL)
             job.ended.set()
 
     def _dispatch(self, message: dict[str, Any]) -> None:
@@ -235,7 +238,8 @@ class Parent:
         with contextlib.suppress(OSError):  # the parent may have gone already
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            self.process.wait(timeout=10)
+            # Nothing is lost with a parent that still imports, and it would not look up before it is done.
+            self.process.wait(timeout=10 if self._is_ready.is_set() else 0)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=10)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvmatrix.cells import Cell
-from kvmatrix.errors import ExitCode, KvmatrixError
+from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, KvmatrixError
 from kvmatrix.expectations import Expectation, is_problem
 from kvmatrix.records import ProbeRow
 from kvmatrix.runner import probe_id, probe_names
@@ -73,6 +73,10 @@ class ConformancePlugin:
                 self._run(self._wanted(session.items))
         except KvmatrixError as e:
             self.error = e
+        except OSError as e:
+            if e.errno not in DISK_ERRNOS:
+                raise
+            self.error = DiskError(f"{e.strerror}: {e.filename}; free space, or set KVMATRIX_HOME to another folder")
         except KeyboardInterrupt:
             self.interrupted = True
         if self.error or self.interrupted:

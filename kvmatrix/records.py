@@ -6,6 +6,7 @@ never changed: a second try is a second row with a higher ``attempt``.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -24,7 +25,8 @@ EXECUTED = ("PASS", "FAIL")
 
 
 class Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # An error that is not a number must come back as one, and JSON has no word for it but a string.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     row_schema: int = SCHEMA
     run: str
@@ -151,9 +153,11 @@ class RowWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
+        self._size = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("x", encoding="utf-8")
+            # Unbuffered: what could not be written must not be written later, at a place where it belongs no more.
+            self._file = path.open("xb", buffering=0)
         except OSError as e:
             raise DiskError(f"cannot write rows to {path}: {e.strerror}") from e
 
@@ -163,31 +167,31 @@ class RowWriter:
         Raises:
             DiskError: the disk is full or gone; rows written before are whole.
         """
-        line = row.model_dump_json(exclude_defaults=False) + "\n"
+        rest = memoryview(row.model_dump_json().encode() + b"\n")
         with self._lock:
-            start = self._file.tell()
+            size = self._size
             try:
-                self._file.write(line)
-                self._file.flush()
+                while rest:
+                    written = self._file.write(rest)
+                    rest = rest[written:]
+                    size += written or 0
                 os.fsync(self._file.fileno())
+                self._size = size
             except OSError as e:
-                self._cut(start)
+                self._cut()
                 raise DiskError(f"cannot write a row to {self.path}: {e.strerror}; free space and run again") from e
 
-    def _cut(self, size: int) -> None:
+    def _cut(self) -> None:
         """Drop a half-written line, so that the file stays readable."""
-        try:
-            os.ftruncate(self._file.fileno(), size)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), self._size)
+            self._file.seek(self._size)
 
     def close(self) -> None:
         with self._lock:
             if not self._file.closed:
-                try:
+                with contextlib.suppress(OSError):
                     self._file.close()
-                except OSError:
-                    return
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +208,7 @@ def read_rows(path: Path) -> list[AnyRow]:
     """
     rows: list[AnyRow] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode().removesuffix("\n").split("\n")  # splitlines knows more line ends than JSON
     except (OSError, UnicodeDecodeError) as e:
         raise RowsError(f"{path}: cannot be read as rows: {e}") from e
     for number, line in enumerate(lines, 1):

@@ -224,7 +224,7 @@ class CellRun:
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
-            outcome.status, outcome.reason = classify_error(message)
+            outcome.status, outcome.reason = classify_error(message, started=outcome.engine is not None)
 
     def _probe_row(self, observed: dict[str, Any], outcome: Outcome, attempt: int) -> ProbeRow:
         cold = next((judge.Verdict(r.status, r.reason) for r in outcome.probes if r.probe == "cold"), None)
@@ -321,14 +321,17 @@ _REFUSALS = re.compile(
 )
 
 
-def classify_error(message: dict[str, Any]) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
-    """A child's exception as a status: what vLLM itself refuses is UNSUPPORTED with vLLM's own reason."""
+def classify_error(message: dict[str, Any], started: bool = False) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
+    """A child's exception as a status: what vLLM refuses to start is UNSUPPORTED, with vLLM's own reason.
+
+    Once the engine has ``started``, the same words are a crash.
+    """
     text = f"{message['error']}: {message['message']}"
     chain = [text, *message["causes"]]
     refused = next((c for c in chain if _REFUSALS.search(c)), None)
     if message["error"] in ("EngineStateError", "OverlayError"):
         return "INFRA", f"{'not-established' if message['error'] == 'EngineStateError' else 'wrong-arm'}: {text}"
-    if refused and message["error"] in ("ValueError", "NotImplementedError", "ValidationError", "RuntimeError"):
+    if refused and not started and message["error"] in ("ValueError", "NotImplementedError", "ValidationError", "RuntimeError"):
         return "UNSUPPORTED", f"refused: {refused[:400]}"
     return "CRASH", f"crash: {text[:400]}"
 

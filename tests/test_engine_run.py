@@ -37,6 +37,9 @@ class Bench:
     def __init__(self, project: Project, env: PinEnv, home: Path) -> None:
         self.project, self.env, self.home = project, env, home
         self.patch = project.matrix.defaults.patch
+        # What vLLM keeps about model classes costs another import of vLLM where it is missing.
+        (project.home / "cache").mkdir(parents=True, exist_ok=True)
+        (home / "cache").symlink_to(project.home / "cache")
         built = build_arms(project.patches, [self.patch], env.pin.version, env.site_packages, home / "overlays")
         self.arms: dict[str, Arm] = {a.name: a for a in built}
         self.pool = ParentPool(home / "logs", project.matrix.budgets.preload_timeout_s)
@@ -272,7 +275,7 @@ def test_an_engine_core_in_a_process_of_its_own(bench: Bench, tmp_path: Path) ->
         "KVMATRIX_OVERLAY": str(bench.arms[cell.arm].manifest),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        "VLLM_CACHE_ROOT": str(bench.home / "cache" / bench.env.name / "vllm"),
         "TORCHDYNAMO_DISABLE": "1",
     }
     done = subprocess.run(

@@ -513,7 +513,7 @@ def changed(env: PinEnv) -> str:
         envs.verify_install(env)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith(f"remove the environment with `kvmatrix env remove {env.name}`, then run again")
+    assert message.endswith(f"delete the folder {env.path}, then run again")
     return message
 
 

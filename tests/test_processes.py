@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,8 +72,8 @@ def load_general_plugins():
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Path:
-    """A folder with modules in place of torch, transformers and vllm."""
+def fakes(tmp_path: Path) -> str:
+    """The ``PYTHONPATH`` that has modules in place of torch, transformers and vllm."""
     files = {
         "torch/__init__.py": TORCH,
         "transformers/__init__.py": '__version__ = "fake"\n',
@@ -87,15 +88,15 @@ def fakes(tmp_path: Path) -> Path:
         path = tmp_path / "fakes" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return tmp_path / "fakes"
+    return os.pathsep.join(filter(None, [str(tmp_path / "fakes"), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture
-def new_parent(fakes: Path, tmp_path: Path) -> Iterator[Callable[..., Parent]]:
+def new_parent(fakes: str, tmp_path: Path) -> Iterator[Callable[..., Parent]]:
     started: list[Parent] = []
 
     def make(preload: bool = False, **variables: str) -> Parent:
-        env = {"PYTHONPATH": str(fakes), **variables}
+        env = {"PYTHONPATH": fakes, **variables}
         parent = Parent(Path(sys.executable), env, tmp_path / f"parent-{len(started)}.log", preload=preload)
         started.append(parent)
         return parent
@@ -286,6 +287,38 @@ def test_closing_ends_everything(parent: Parent, start: Callable[..., Any], unti
         start(parent, "")
 
 
+ORCHESTRATOR = """
+import sys, time
+from pathlib import Path
+from kvmatrix.processes import Parent
+folder, path = Path(sys.argv[1]), sys.argv[2]
+parent = Parent(Path(sys.executable), {"PYTHONPATH": path}, folder / "parent.log", preload=False)
+parent.wait_ready(20)
+env = {"FAKE": "hang", "REPORT": str(folder / "orphan.json")}
+job = parent.start({"kind": "facts", "cwd": str(folder), "env": env}, folder / "orphan.log")
+print(parent.process.pid, job.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with-its-parent"])
+def test_an_orchestrator_that_is_killed_leaves_nothing_behind(fakes: str, tmp_path: Path, until: Until, frozen: bool) -> None:
+    """With a parent that cannot notice, the children have only the kernel to tell them."""
+    command = [sys.executable, "-c", ORCHESTRATOR, str(tmp_path), fakes]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as orchestrator:
+        assert orchestrator.stdout is not None
+        parent, child = map(int, orchestrator.stdout.readline().split())
+        until((tmp_path / "orphan.json").exists)
+        if frozen:
+            os.kill(parent, signal.SIGSTOP)
+        orchestrator.kill()
+        orchestrator.wait(timeout=20)
+        if frozen:
+            assert not gone(child)
+            os.kill(parent, signal.SIGKILL)
+        until(lambda: gone(parent) and gone(child), 5)
+
+
 def test_closing_twice_is_harmless(parent: Parent) -> None:
     parent.close()
     parent.close()
@@ -347,15 +380,15 @@ def pool(tmp_path: Path) -> Iterator[ParentPool]:
     made.close()
 
 
-def test_a_pool_reuses_its_parents(pool: ParentPool, fakes: Path) -> None:
-    env = {"PYTHONPATH": str(fakes)}
+def test_a_pool_reuses_its_parents(pool: ParentPool, fakes: str) -> None:
+    env = {"PYTHONPATH": fakes}
     first = pool.get(Path(sys.executable), env)
     assert pool.get(Path(sys.executable), dict(env)) is first
     assert pool.get(Path(sys.executable), env | {"OTHER": "1"}) is not first
 
 
-def test_a_pool_replaces_a_parent_that_died(pool: ParentPool, fakes: Path, until: Until) -> None:
-    env = {"PYTHONPATH": str(fakes)}
+def test_a_pool_replaces_a_parent_that_died(pool: ParentPool, fakes: str, until: Until) -> None:
+    env = {"PYTHONPATH": fakes}
     first = pool.get(Path(sys.executable), env)
     os.kill(first.process.pid, signal.SIGKILL)
     until(lambda: not first.alive)
@@ -364,8 +397,8 @@ def test_a_pool_replaces_a_parent_that_died(pool: ParentPool, fakes: Path, until
     assert second.alive
 
 
-def test_a_closed_pool(pool: ParentPool, fakes: Path) -> None:
-    env = {"PYTHONPATH": str(fakes)}
+def test_a_closed_pool(pool: ParentPool, fakes: str) -> None:
+    env = {"PYTHONPATH": fakes}
     parents = [pool.get(Path(sys.executable), env), pool.launch(Path(sys.executable), env | {"OTHER": "1"})]
     pool.close()
     assert not any(p.alive for p in parents)

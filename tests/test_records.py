@@ -82,11 +82,13 @@ def test_any_text_comes_back(path: Path, run_row: RunRow, make_row: Callable[...
     assert read_rows(path) == [run_row, row]
 
 
-def test_a_row_without_a_finite_error_comes_back(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow]) -> None:
-    write(path, run_row, make_row(status="FAIL", max_logprob_error=math.inf))
-    row = read_rows(path)[1]
-    assert isinstance(row, ProbeRow)
-    assert row.max_logprob_error is None or math.isinf(row.max_logprob_error)
+def test_an_error_that_is_no_number_comes_back(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow]) -> None:
+    """Without one, a row would look as if nothing had been compared."""
+    write(path, run_row, make_row(max_logprob_error=math.inf), make_row(max_logprob_error=math.nan))
+    errors = [r.max_logprob_error for r in read_rows(path) if isinstance(r, ProbeRow)]
+    assert errors[0] == math.inf
+    assert errors[1] is not None
+    assert math.isnan(errors[1])
 
 
 def test_an_unknown_field_is_refused(make_row: Callable[..., ProbeRow]) -> None:
@@ -147,13 +149,13 @@ def test_a_full_disk_leaves_whole_rows(path: Path, run_row: RunRow, make_row: Ca
 
 def test_a_disk_that_stays_full(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow]) -> None:
     """The run's last row is tried as well, and then the file is closed."""
-    writer = RowWriter(path)
-    writer.write(run_row)
-    with disk_full_at(path.stat().st_size):
-        for row in (make_row(), END):
-            with pytest.raises(DiskError):
-                writer.write(row)
-        writer.close()
+    with RowWriter(path) as writer:
+        writer.write(run_row)
+        with disk_full_at(path.stat().st_size):
+            for row in (make_row(), END):
+                with pytest.raises(DiskError):
+                    writer.write(row)
+            writer.close()
     assert read_rows(path) == [run_row]
 
 

@@ -19,7 +19,9 @@ case "$*" in
 esac
 """
 DPKG = """#!/bin/sh
-mkdir -p "$3/usr/lib" && printf library > "$3/usr/lib/libkvmatrix-none.so.1.0" && ln -s libkvmatrix-none.so.1.0 "$3/usr/lib/$NAME"
+mkdir -p "$3/usr/lib"
+printf library > "$3/usr/lib/libkvmatrix-none.so.1.0"
+ln -s libkvmatrix-none.so.1.0 "$3/usr/lib/$NAME"
 """
 
 

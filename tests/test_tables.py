@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def test_status_texts(make_row: MakeRow, status: str, expected: str, shown: str)
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(None, ""), (0.0, "0"), (20.957, "20.957"), (0.01, "0.010"), (3.81e-6, "3.8e-06")]
+    ("value", "shown"),
+    [(None, ""), (0.0, "0"), (20.957, "20.957"), (0.01, "0.010"), (3.81e-6, "3.8e-06"), (math.nan, "nan"), (math.inf, "inf")],
 )
 def test_numbers(value: float | None, shown: str) -> None:
     assert tables.number(value) == shown

@@ -26,11 +26,21 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
     counted = f"{passed} of {len(own)} probes PASS; stock fails {reproduced} probes as expected"
     if bad:
         return f"NOT QUALIFIED: {len(bad)} rows are not as expected, first {bad[0].id} ({bad[0].status}). {counted}."
-    if not own or not stock or not reproduced:
+    if failing := [r for r in own if r.status == "FAIL"]:
+        return f"NOT QUALIFIED: the patch fails {len(failing)} probes, though expected to, first {failing[0].id}. {counted}."
+    if not passed or not reproduced:
         return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
+    right = {_place(r) for r in own if r.status == "PASS"}
+    if open_ := [r for r in stock if r.status == "FAIL" and _place(r) not in right]:
+        return f"INCOMPLETE: the patch did not run where stock fails, first {open_[0].id}. {counted}."
     if missing:
         return f"QUALIFIED where it ran; {len(missing)} rows did not run. {counted}."
     return f"QUALIFIED: {counted}."
+
+
+def _place(row: ProbeRow) -> tuple[str, str]:
+    """Where a row stands whatever its arm: the cell without it, and the probe."""
+    return row.id.removesuffix(f"-{row.cell['arm']}-{row.probe}"), row.probe
 
 
 def pins_and_patches(rows: Sequence[ProbeRow]) -> list[tuple[str, str, str]]:
@@ -177,10 +187,12 @@ def write_tables(folder: Path) -> Path:
 
 def stale_tables(results: Path) -> list[Path]:
     """Published tables that are not what their rows give, byte for byte."""
-    found = []
-    for rows in sorted(results.glob("*/*/*/*/conformance.jsonl")):
-        target = rows.parent / TABLES
-        published = target.read_bytes() if target.exists() else b""
-        if published != tables_of(rows.parent).encode():
-            found.append(target)
-    return found
+    folders = {p.parent for name in (TABLES, "conformance.jsonl") for p in results.glob(f"*/*/*/*/{name}")}
+    return [f / TABLES for f in sorted(folders) if not _is_current(f)]
+
+
+def _is_current(folder: Path) -> bool:
+    target = folder / TABLES
+    if not target.exists() or not (folder / "conformance.jsonl").exists():
+        return False
+    return target.read_bytes() == tables_of(folder).encode()
