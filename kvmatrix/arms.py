@@ -106,6 +106,19 @@ def load_patch(folder: Path) -> Patch:
         raise PatchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from e
 
 
+def check_patch_files(folder: Path) -> Patch:
+    """Read a patch's ``patch.toml`` and each of its patch files, without any environment.
+
+    Raises:
+        UsageError: there is no such patch.
+        PatchError: one of the files is damaged.
+    """
+    patch = load_patch(folder)
+    for pin_patch in patch.pins.values():
+        read_patch_text(folder / pin_patch.patch, {f.path for f in pin_patch.files})
+    return patch
+
+
 def build_arms(patches: Path, names: list[str], pin: str, site_packages: Path, overlays: Path) -> list[Arm]:
     """Stock and the patches ``names`` for ``pin``, as overlays under ``overlays``.
 
@@ -230,6 +243,8 @@ def apply_patch(text: bytes, files: tuple[PatchedFile, ...], site_packages: Path
         )
     except FileNotFoundError:
         raise PatchError("git is not installed: it is needed to apply a patch") from None
+    except subprocess.TimeoutExpired:
+        raise PatchError(f"{shown}: git did not apply it within 60 s") from None
     if done.returncode:
         reason = " ".join(done.stderr.decode(errors="replace").split())
         raise PatchError(f"{shown} does not apply: {reason}")

@@ -14,7 +14,6 @@ from kvmatrix.errors import DeviceError, UsageError
 
 DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
-PROBE_NAMES = ("cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned")
 ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
@@ -34,6 +33,8 @@ class Pin(Strict):
     """Requirements lock, relative to the project's root."""
     torch: str
     backends: tuple[str, ...]
+    min_new_tokens: PositiveInt = 1
+    """Tokens that a request must generate before its blocks are stored."""
 
 
 class Geometry(Strict):
@@ -77,6 +78,14 @@ class Scheduler(Strict):
     prompt: PositiveInt
     prefixes: tuple[int, ...]
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Scheduler:
+        if any(p % self.block or p >= self.prompt for p in self.prefixes):
+            raise ValueError(f"prefixes must be multiples of block {self.block} below prompt {self.prompt}")
+        if self.chunk % self.block:
+            raise ValueError(f"chunk {self.chunk} must be a multiple of block {self.block}")
+        return self
+
 
 class Tolerances(Strict):
     """In nats, over the whole vocabulary."""
@@ -111,6 +120,14 @@ class Perf(Strict):
     mode: Mode
     workloads: tuple[WorkloadName, ...]
     lookup: LookupPerf
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Perf:
+        if self.chunk % self.block or self.chunk <= self.block or self.prompt <= self.chunk + self.block:
+            raise ValueError(
+                f"chunk {self.chunk} must be several blocks of {self.block}, and prompt {self.prompt} reach past it by one"
+            )
+        return self
 
 
 class Defaults(Strict):
@@ -152,6 +169,11 @@ class Matrix(Strict):
                 if key in seen:
                     raise ValueError(f"two geometries have backend {backend}, chunk {key[1]} and block {key[2]}")
                 seen.add(key)
+        unused = known - {backend for backend, _, _ in seen}
+        if unused:
+            raise ValueError(f"backend {min(unused)} of a pin has no geometry: its cells would silently be missing")
+        if self.perf.backend not in known:
+            raise ValueError(f"perf.backend {self.perf.backend!r} is of no pin: known are {', '.join(sorted(known))}")
         return self
 
     def pin(self, version: str, device: str) -> Pin:

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+# Ours -> vLLM's, without the suffix "_total" that Prometheus adds.
 COUNTERS = {
     "device_hit_tokens": "vllm:prefix_cache_hits",
     "external_hit_tokens": "vllm:external_prefix_cache_hits",
-    "loaded_blocks": "vllm:simple_kv_offload_load_blocks_total",
+    "loaded_blocks": "vllm:simple_kv_offload_load_blocks",
     "preemptions": "vllm:num_preemptions",
 }
 DRAIN_TIMEOUT_S = 60.0
@@ -114,10 +115,13 @@ class Engine:
         """vLLM's own Prometheus counters, summed over labels, by the names of ``COUNTERS``."""
         totals: dict[str, float] = {}
         for metric in self.llm.get_metrics():
-            totals[metric.name] = totals.get(metric.name, 0) + getattr(metric, "value", 0)
-        return {
-            ours: int(totals.get(theirs, totals.get(theirs.removesuffix("_total"), 0))) for ours, theirs in COUNTERS.items()
-        }
+            name = metric.name.removesuffix("_total")
+            totals[name] = totals.get(name, 0) + getattr(metric, "value", 0)
+        counted = {ours: int(totals.get(theirs, 0)) for ours, theirs in COUNTERS.items()}
+        if COUNTERS["loaded_blocks"] not in totals and self.config.offload:
+            # Before vLLM 0.30.0 the connector has no counter of its own: take the copy backend's.
+            counted["loaded_blocks"] = (self.worker_state()["copied_blocks"] or {}).get("load", 0)
+        return counted
 
     def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
         """Greedy generation of one request, with its counters taken after its transfers have drained."""

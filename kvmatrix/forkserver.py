@@ -44,7 +44,6 @@ PRELOAD = (
     "transformers.models.llama4.modeling_llama4",
     "torch._inductor.compile_fx",
 )
-OPTIONAL = ("vllm.v1.attention.backends.triton_attn", "vllm.v1.core.sched.async_scheduler")
 NEVER_PRELOADED = "vllm.v1.simple_kv_offload.manager"
 
 
@@ -81,14 +80,16 @@ class Child:
         return json.loads(line) if line else None
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)  # it died before it could be watched
 
 
-def child_main(job: dict[str, Any], channel_fd: int, log_fd: int) -> int:
-    """Body of a forked child; the return value is its exit status."""
+def child_main(job: dict[str, Any], channel_fd: int, log_fd: int, parent: int) -> int:
+    """Body of a child that ``parent`` forked; the return value is its exit status."""
     os.setsid()
-    _die_with_parent()
+    _die_with_parent(parent)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -153,12 +154,13 @@ class ForkServer:
         request = json.loads(data)
         sys.stdout.flush()
         sys.stderr.flush()
+        own_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 self.control.close()
-                status = child_main(request["job"], fds[0], fds[1])
+                status = child_main(request["job"], fds[0], fds[1], own_pid)
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:

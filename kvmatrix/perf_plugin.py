@@ -17,12 +17,13 @@ from rich.console import Console
 from kvmatrix import perf_run
 from kvmatrix.cells import Cell, plan_cells
 from kvmatrix.config import Matrix
-from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, InfraError, KvmatrixError
+from kvmatrix.errors import DiskError, ExitCode, InfraError
 from kvmatrix.expectations import is_problem
 from kvmatrix.qualified import conformance_of, is_qualified
 from kvmatrix.records import PerfRow, ProbeRow
 from kvmatrix.runner import Context
 from kvmatrix.session import Session, exit_code
+from kvmatrix.suite_plugin import SuitePlugin
 
 HARNESS_REPEATS = 2
 Group = Literal["lookup", "generate", "harness"]
@@ -59,16 +60,15 @@ def lookup_geometries(matrix: Matrix) -> list[dict[str, Any]]:
     return found
 
 
-class PerfPlugin:
+class PerfPlugin(SuitePlugin):
     """Registered by ``kvmatrix perf``; takes the measurements and keeps their rows."""
 
     def __init__(self, session: Session, console: Console) -> None:
+        super().__init__()
         self.session = session
         self.console = console
         self.rows: dict[str, PerfRow] = {}
         self.probe_rows: list[ProbeRow] = []
-        self.error: KvmatrixError | None = None
-        self.interrupted = False
         self._ctx: Context | None = None
         self._stack = contextlib.ExitStack()
         self._bench: perf_run.GenerateBench | None = None
@@ -99,25 +99,8 @@ class PerfPlugin:
     def pytest_benchmark_update_machine_info(self, config: pytest.Config, machine_info: dict[str, Any]) -> None:
         machine_info.pop("node", None)  # the host's name
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> Any:
-        if session.config.option.collectonly or session.testsfailed:
-            return (yield)
-        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
-        try:
-            with capture.global_and_fixture_disabled():
-                self._ctx = self.session.open([i.name for i in session.items])
-        except KvmatrixError as e:
-            self.error = e
-        except OSError as e:
-            if e.errno not in DISK_ERRNOS:
-                raise
-            self.error = DiskError(f"{e.strerror}: {e.filename}; free space, or set KVMATRIX_HOME to another folder")
-        except KeyboardInterrupt:
-            self.interrupted = True
-        if self.error or self.interrupted:
-            session.items.clear()
-        return (yield)
+    def begin(self, items: list[pytest.Item]) -> None:
+        self._ctx = self.session.open([i.name for i in items])
 
     @pytest.fixture
     def lookup_row(self, request: pytest.FixtureRequest) -> tuple[PerfRow, str]:
@@ -173,9 +156,6 @@ class PerfPlugin:
                 pytest.exit(str(e), returncode=e.code)
             self.rows[key] = row
         return self.rows[key]
-
-    def pytest_keyboard_interrupt(self) -> None:
-        self.interrupted = self.error is None
 
     def _tell(self, request: pytest.FixtureRequest) -> Callable[[str], None]:
         capture: Any = request.config.pluginmanager.getplugin("capturemanager")
@@ -234,12 +214,7 @@ class PerfPlugin:
                     return f"not-qualified: {detail}; no figure is taken from a cell whose conformance is not as expected"
         return ""
 
-    @property
-    def exit_code(self) -> ExitCode:
-        if self.interrupted:
-            return ExitCode.INTERRUPTED
-        if self.error:
-            return self.error.code
+    def result(self) -> ExitCode:
         statuses = [r.status for r in self.rows.values()]
         if any(s in ("INFRA", "CRASH", "TIMEOUT") for s in statuses):
             return ExitCode.INFRA

@@ -1,6 +1,6 @@
 """vLLM plug-ins (entry points): they run in every vLLM process, the engine core's and the workers' included.
 
-Both do nothing where vLLM runs on a GPU.
+Where vLLM runs on a GPU they change nothing: an overlay is installed if one is named, and readers are attached.
 """
 
 from __future__ import annotations

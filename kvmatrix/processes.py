@@ -113,7 +113,9 @@ class Job:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                return
+                # Just forked: it has no group of its own yet, or it has ended.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, signal.SIGKILL)
             self.ended.wait(10)
 
 
@@ -225,8 +227,9 @@ class Parent:
             self.ready = message
             self._is_ready.set()
         elif "pid" in message:
+            self._jobs[message["id"]].pid = message["pid"]  # also when nobody waits for it any more: `close` ends it
             self._pids.pop(message["id"]).put(message["pid"])
-        else:
+        elif message["id"] in self._jobs:
             job = self._jobs.pop(message["id"])
             job.exit_code, job.max_rss_kib = message["exit"], message["max_rss_kib"]
             job.ended.set()
@@ -239,7 +242,7 @@ class Parent:
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             # Nothing is lost with a parent that still imports, and it would not look up before it is done.
-            self.process.wait(timeout=10 if self._is_ready.is_set() else 0)
+            self.process.wait(timeout=10 if self.ready is not None else 0)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=10)

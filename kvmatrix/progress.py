@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -99,13 +98,3 @@ def summary(cell: Cell, rows: Sequence[ProbeRow]) -> str:
     text = ", ".join(f"{n} {label}" for label, n in counts.items())
     bad = next((r for r in rows if is_problem(r)), None)
     return f"{cell.id}: {text}" + (f" -- {bad.probe}: {bad.reason or 'passed, a failure was expected'}" if bad else "")
-
-
-def say_line(console: Console) -> object:
-    """A callable that prints one plain line with the time since now: for environment builds."""
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        console.print(f"{time.monotonic() - started:5.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)
-
-    return say

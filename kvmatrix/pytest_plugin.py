@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from kvmatrix.cells import Cell
-from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, KvmatrixError
+from kvmatrix.errors import ExitCode
 from kvmatrix.expectations import Expectation, is_problem
 from kvmatrix.records import ProbeRow
 from kvmatrix.runner import probe_id, probe_names
 from kvmatrix.session import Session, exit_code, planned_ids
+from kvmatrix.suite_plugin import SuitePlugin
 
 
-class ConformancePlugin:
+class ConformancePlugin(SuitePlugin):
     """Registered by ``kvmatrix conformance``; holds the run and, afterwards, its rows and exit code."""
 
     def __init__(self, session: Session, cells: Sequence[Cell]) -> None:
+        super().__init__()
         self.session = session
         self.cells = list(cells)
         self.rows: dict[str, ProbeRow] = {}
-        self.error: KvmatrixError | None = None
-        self.interrupted = False
         self.stale: list[Expectation] = []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -63,25 +63,8 @@ class ConformancePlugin:
     def _row(self, param: tuple[Cell, str]) -> ProbeRow:
         return self.rows[probe_id(*param)]
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> Any:
-        if session.config.option.collectonly or session.testsfailed:
-            return (yield)
-        capture: Any = session.config.pluginmanager.getplugin("capturemanager")
-        try:
-            with capture.global_and_fixture_disabled():
-                self._run(self._wanted(session.items))
-        except KvmatrixError as e:
-            self.error = e
-        except OSError as e:
-            if e.errno not in DISK_ERRNOS:
-                raise
-            self.error = DiskError(f"{e.strerror}: {e.filename}; free space, or set KVMATRIX_HOME to another folder")
-        except KeyboardInterrupt:
-            self.interrupted = True
-        if self.error or self.interrupted:
-            session.items.clear()
-        return (yield)
+    def begin(self, items: list[pytest.Item]) -> None:
+        self._run(self._wanted(items))
 
     def _wanted(self, items: Sequence[pytest.Item]) -> list[Cell]:
         wanted = {param[0].id for item in items if (param := self._param(item)) is not None}
@@ -100,12 +83,7 @@ class ConformancePlugin:
         s = self.session.selection
         return not (s.backends or s.modes or s.chunks or s.blocks or s.dtypes or s.tiers or s.arms)
 
-    @property
-    def exit_code(self) -> ExitCode:
-        if self.interrupted:
-            return ExitCode.INTERRUPTED
-        if self.error:
-            return self.error.code
+    def result(self) -> ExitCode:
         return exit_code(list(self.rows.values()), len(self.stale))
 
     def finish(self) -> None:

@@ -231,6 +231,11 @@ def _parse(path: Path, number: int, line: str) -> AnyRow:
         raise RowsError(f"{where} is damaged ({what}): delete the line, or restore the file") from e
 
 
+def place(row: ProbeRow) -> tuple[str, str]:
+    """Where a row stands whatever its arm: the cell without it, and the probe."""
+    return row.id.removesuffix(f"-{row.cell['arm']}-{row.probe}"), row.probe
+
+
 def last_attempts(rows: list[AnyRow]) -> list[ProbeRow]:
     """The newest attempt of each probe, in the order of first appearance."""
     newest: dict[str, ProbeRow] = {}

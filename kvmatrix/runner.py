@@ -47,10 +47,13 @@ class Context:
     pool: ParentPool
     compiler_reason: str | None
     """Why torch.compile cannot work here; None where it can."""
+    root: Path
+    """The project's root."""
 
     def parent_variables(self, pin: str, device: str, backend: str) -> dict[str, str]:
         """Variables of the preloaded parent for ``backend`` in the environment of ``pin``."""
-        return parent_env(device, backend) | self.envs[pin].variables
+        own = {"PYTHONPATH": str(self.root)}  # this checkout's kvmatrix, whichever one the environment is linked to
+        return parent_env(device, backend) | self.envs[pin].variables | own
 
 
 @dataclass
@@ -114,12 +117,13 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
     if cell.tier == "scheduler":
         return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix)}
     llm = ctx.matrix.llm
+    new_tokens = max(llm.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
     return base | {
         "kind": "cell",
         "probes": list(llm.probes),
         "checkpoints": str(ctx.home / "checkpoints"),
         "checkpoint": {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size},
-        "geometry": llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, llm.new_tokens)
+        "geometry": llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens)
         | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
     }
 

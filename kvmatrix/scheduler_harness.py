@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,16 +110,20 @@ class SchedulerUnderTest:
         for group in range(len(self.chunks)):
             keep = resident[group] if resident else [True] * full
             blocks = self.cpu_pool.get_new_blocks(full)
-            for index in (i for i in range(full) if keep[i]):
-                self.cpu_pool.cache_full_blocks(
-                    request=request,
-                    blocks=blocks,
-                    num_cached_blocks=index,
-                    num_full_blocks=index + 1,
-                    block_size=self.block,
-                    kv_cache_group_id=group,
-                )
+            self._cache(self.cpu_pool, request, blocks, group, (i for i in range(full) if keep[i]))
             self.cpu_pool.free_blocks(reversed(blocks))
+
+    def _cache(self, pool: Any, request: Any, blocks: list[Any], group: int, indices: Iterable[int]) -> None:
+        """Give ``blocks`` at ``indices`` the hashes of ``request``'s blocks in ``pool``."""
+        for index in indices:
+            pool.cache_full_blocks(
+                request=request,
+                blocks=blocks,
+                num_cached_blocks=index,
+                num_full_blocks=index + 1,
+                block_size=self.block,
+                kv_cache_group_id=group,
+            )
 
     def lookup(self, request: Any, prefix: int) -> tuple[int, bool]:
         answer, is_async = self.scheduler.get_num_new_matched_tokens(request, prefix)
@@ -131,6 +136,9 @@ class SchedulerUnderTest:
 
         count = (prefix + external) // self.block
         per_group = [self.device_pool.get_new_blocks(count) for _ in self.chunks]
+        for group_id, group in enumerate(per_group):
+            # Before vLLM 0.30.0 the connector counts the hashed blocks to learn where the device prefix ends.
+            self._cache(self.device_pool, request, group, group_id, range(prefix // self.block))
         blocks = KVCacheBlocks(tuple(per_group))
         self.scheduler.update_state_after_alloc(request, blocks, external)
         state = self.scheduler._reqs_to_load.get(request.request_id)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,9 +54,10 @@ class Session:
 
         Raises:
             UsageError: a value that the matrix does not have, or nothing is left.
+            PatchError: a patch file that is damaged: that shows before minutes go into an environment.
         """
         for name in self.patches:
-            arms_module.load_patch(self.project.patches / name)
+            arms_module.check_patch_files(self.project.patches / name)
         return plan_cells(self.project.matrix, self.selection, self.arm_names)
 
     def open(self, planned: Sequence[str]) -> Context:
@@ -95,6 +95,7 @@ class Session:
             writer=writer,
             pool=ParentPool(self.folder / "logs", matrix.budgets.preload_timeout_s),
             compiler_reason=run_facts["compiler"]["reason"],
+            root=self.project.root,
         )
         writer.write(
             RunRow(
@@ -146,13 +147,22 @@ def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
     from kvmatrix.records import EXECUTED
 
     problems = [r for r in rows if is_problem(r)]
-    if any(r.status in EXECUTED for r in problems) or stale:
+    if any(r.status in EXECUTED for r in problems) or stale or _refused_by_patch(rows):
         return ExitCode.UNEXPECTED
     if problems:
         return ExitCode.INFRA
     if not any(r.status in EXECUTED for r in rows):
         return ExitCode.NOTHING_RAN
     return ExitCode.OK
+
+
+def _refused_by_patch(rows: Sequence[ProbeRow]) -> bool:
+    """Whether a patched arm is UNSUPPORTED where stock ran: then it is the patch that took something away."""
+    from kvmatrix.cells import STOCK
+    from kvmatrix.records import EXECUTED, place
+
+    ran = {place(r) for r in rows if r.cell["arm"] == STOCK and r.status in EXECUTED}
+    return any(r.status == "UNSUPPORTED" and place(r) in ran for r in rows)
 
 
 def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:
@@ -163,11 +173,3 @@ def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:
         "wheel_sha256": envs.wheel_sha256(env),
         **{k: v for k, v in env.facts.items() if k in ("torch", "python", "installer")},
     }
-
-
-def stderr_console() -> Console:
-    """Where progress goes: standard error, so that tables on standard output can be piped."""
-    return Console(file=sys.__stderr__, stderr=True)
-
-
-Say = Callable[[str], None]

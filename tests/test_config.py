@@ -36,7 +36,7 @@ def test_the_projects_matrix_loads(project: Project) -> None:
     pin = matrix.pin(matrix.defaults.pin, matrix.defaults.device)
     assert (project.root / pin.lock).is_file()
     assert (project.patches / matrix.defaults.patch / "patch.toml").is_file()
-    assert {b for g in matrix.geometries for b in g.backends} == set(pin.backends)
+    assert {b for g in matrix.geometries for b in g.backends} == {b for p in matrix.pins for b in p.backends}
 
 
 def test_an_unknown_pin_names_what_is_known(project: Project) -> None:

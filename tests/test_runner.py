@@ -97,6 +97,7 @@ def make_context(project: Project, run_row: RunRow, tmp_path: Path) -> Iterator[
             writer=writers[-1],
             pool=FakePool(scripts),  # type: ignore[arg-type]
             compiler_reason=compiler_reason,
+            root=project.root,
         )
 
     yield make

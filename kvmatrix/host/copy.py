@@ -102,6 +102,7 @@ class _Copy:
         self._backend = backend
         self.src, self.dst, self.is_store = list(src), list(dst), is_store
         self.moved = threading.Event()
+        self.error: Exception | None = None
         self._holds = backend.plan.hold_polls
         self._delays = backend.plan.delay_polls
 
@@ -113,6 +114,8 @@ class _Copy:
             if self._holds > 0:
                 return False
             self._backend.run_held(self)
+        if self.error is not None:
+            raise self.error
         if self._delays > 0:
             self._delays -= 1
             return False
@@ -123,6 +126,8 @@ class _Copy:
             self._backend.run_held(self)
         if not self.moved.wait(timeout=60):
             raise RuntimeError("host copy did not finish within 60 s")
+        if self.error is not None:
+            raise self.error
 
 
 class HostCopyBackend:
@@ -179,7 +184,11 @@ class HostCopyBackend:
                 with self._lock:
                     self._held.append(copy)
             else:
-                self._move(copy)
+                try:
+                    self._move(copy)
+                except Exception as e:  # raised again where the copy is waited for
+                    copy.error = e
+                    copy.moved.set()
             events_list.append((event_idx, HostEvent.of_copy(copy)))
 
     def run_held(self, copy: _Copy) -> None:

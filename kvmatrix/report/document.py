@@ -9,7 +9,7 @@ from pathlib import Path
 from kvmatrix.errors import DiskError, NothingRanError
 from kvmatrix.expectations import is_problem
 from kvmatrix.qualified import newest_runs
-from kvmatrix.records import AnyRow, CellRow, EndRow, PerfRow, ProbeRow, RunRow, last_attempts, read_rows
+from kvmatrix.records import EXECUTED, AnyRow, CellRow, EndRow, PerfRow, ProbeRow, RunRow, last_attempts, place, read_rows
 from kvmatrix.report import tables
 
 TABLES = "tables.md"
@@ -30,17 +30,12 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
         return f"NOT QUALIFIED: the patch fails {len(failing)} probes, though expected to, first {failing[0].id}. {counted}."
     if not passed or not reproduced:
         return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
-    right = {_place(r) for r in own if r.status == "PASS"}
-    if open_ := [r for r in stock if r.status == "FAIL" and _place(r) not in right]:
-        return f"INCOMPLETE: the patch did not run where stock fails, first {open_[0].id}. {counted}."
+    right = {place(r) for r in own if r.status == "PASS"}
+    if open_ := [r for r in stock if r.status in EXECUTED and place(r) not in right]:
+        return f"INCOMPLETE: the patch did not run where stock did, first {open_[0].id}. {counted}."
     if missing:
         return f"QUALIFIED where it ran; {len(missing)} rows did not run. {counted}."
     return f"QUALIFIED: {counted}."
-
-
-def _place(row: ProbeRow) -> tuple[str, str]:
-    """Where a row stands whatever its arm: the cell without it, and the probe."""
-    return row.id.removesuffix(f"-{row.cell['arm']}-{row.probe}"), row.probe
 
 
 def pins_and_patches(rows: Sequence[ProbeRow]) -> list[tuple[str, str, str]]:
@@ -121,8 +116,15 @@ def _facts(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
         body += [[f"{patch}: imported {module}", digest] for module, digest in own.imported.items()]
     rss = max((r.max_rss_kib or 0 for r in conformance if isinstance(r, CellRow)), default=0)
     body.append(["largest cell process", f"{rss / 1024:.0f} MiB resident"])
-    body.append(["command", "`nox -s conformance perf`" if perf is not None else "`nox -s conformance`"])
+    body.append(["command", _command(run)])
+    if perf is not None and isinstance(perf[0], RunRow):
+        body.append(["command, performance", _command(perf[0])])
     return tables.table(["fact", "value"], body)
+
+
+def _command(run: RunRow) -> str:
+    suite, *arguments = run.argv or [run.suite]
+    return f"`nox -s {suite}" + (f" -- {' '.join(arguments)}`" if arguments else "`")
 
 
 def _took(end: object) -> str:

@@ -57,6 +57,7 @@ def qualification(rows: Sequence[ProbeRow]) -> str:
     shown = [r for r in rows if r.cell["tier"] == "llm" and r.probe == "mixed-misaligned"]
     body = [
         [
+            r.cell["pin"],
             r.cell["backend"],
             r.cell["mode"],
             r.cell["block"],
@@ -70,9 +71,16 @@ def qualification(rows: Sequence[ProbeRow]) -> str:
         ]
         for r in sorted(shown, key=_cell_order)
     ]
-    headers = ["backend", "mode", "block", "chunk", "prompt / prefix", "arm", "token: cold → mixed"]
+    headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "arm", "token: cold → mixed"]
     headers += ["cached (device + CPU)", "max logprob error", "status"]
-    return table(headers, body)
+    return _without_single_pin(headers, body)
+
+
+def _without_single_pin(headers: list[str], body: list[list[Any]]) -> str:
+    """The table without its first column, the pin, where that is the same everywhere."""
+    if len({row[0] for row in body}) > 1:
+        return table(headers, body)
+    return table(headers[1:], [row[1:] for row in body])
 
 
 def _cell_order(row: ProbeRow) -> tuple[Any, ...]:
@@ -84,6 +92,7 @@ def probes(rows: Sequence[ProbeRow]) -> str:
     """Every probe of every LLM cell."""
     body = [
         [
+            r.cell["pin"],
             f"{r.cell['backend']} {r.cell['mode']} c{r.cell['chunk']} b{r.cell['block']}",
             r.cell["arm"],
             r.probe,
@@ -96,25 +105,25 @@ def probes(rows: Sequence[ProbeRow]) -> str:
         ]
         for r in sorted((r for r in rows if r.cell["tier"] == "llm"), key=_cell_order)
     ]
-    headers = ["cell", "arm", "probe", "token: cold → probe", "cached (device + CPU)", "blocks loaded / needed"]
+    headers = ["vLLM", "cell", "arm", "probe", "token: cold → probe", "cached (device + CPU)", "blocks loaded / needed"]
     headers += ["max logprob error", "cold against transformers", "status"]
-    return table(headers, body)
+    return _without_single_pin(headers, body)
 
 
 def lookups(rows: Sequence[ProbeRow]) -> str:
     """The scheduler tier's cases, one line a case, one column an arm."""
-    cases: dict[str, dict[str, ProbeRow]] = {}
+    cases: dict[tuple[str, str], dict[str, ProbeRow]] = {}
     arms: list[str] = []
     for row in rows:
         if row.cell["tier"] == "scheduler":
-            cases.setdefault(row.probe, {})[row.cell["arm"]] = row
+            cases.setdefault((row.cell["pin"], row.probe), {})[row.cell["arm"]] = row
             if row.cell["arm"] not in arms:
                 arms.append(row.cell["arm"])
     body = []
-    for name, by_arm in cases.items():
+    for (pin, name), by_arm in cases.items():
         ideal = next(iter(by_arm.values())).reuse_tokens
-        body.append([name, ideal, *(_answer(by_arm.get(a)) for a in arms)])
-    return table(["case", "soundly servable tokens", *arms], body)
+        body.append([pin, name, ideal, *(_answer(by_arm.get(a)) for a in arms)])
+    return _without_single_pin(["vLLM", "case", "soundly servable tokens", *arms], body)
 
 
 def _answer(row: ProbeRow | None) -> str:
