@@ -9,12 +9,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-# Ours -> vLLM's, without the suffix "_total" that Prometheus adds.
+# Ours -> vLLM's name without the suffix "_total" that Prometheus adds, and the `source` label where it has one. Taken per
+# request: the prefix-cache counters miss requests that wait for a load in releases before 0.29.0.
 COUNTERS = {
-    "device_hit_tokens": "vllm:prefix_cache_hits",
-    "external_hit_tokens": "vllm:external_prefix_cache_hits",
-    "loaded_blocks": "vllm:simple_kv_offload_load_blocks",
-    "preemptions": "vllm:num_preemptions",
+    "device_hit_tokens": ("vllm:prompt_tokens_by_source", "local_cache_hit"),
+    "external_hit_tokens": ("vllm:prompt_tokens_by_source", "external_kv_transfer"),
+    "loaded_blocks": ("vllm:simple_kv_offload_load_blocks", ""),
+    "preemptions": ("vllm:num_preemptions", ""),
 }
 DRAIN_TIMEOUT_S = 60.0
 
@@ -113,10 +114,10 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """vLLM's own Prometheus counters, summed over labels, by the names of ``COUNTERS``."""
-        totals: dict[str, float] = {}
+        totals: dict[tuple[str, str], float] = {}
         for metric in self.llm.get_metrics():
-            name = metric.name.removesuffix("_total")
-            totals[name] = totals.get(name, 0) + getattr(metric, "value", 0)
+            key = metric.name.removesuffix("_total"), metric.labels.get("source", "")
+            totals[key] = totals.get(key, 0) + getattr(metric, "value", 0)
         counted = {ours: int(totals.get(theirs, 0)) for ours, theirs in COUNTERS.items()}
         if COUNTERS["loaded_blocks"] not in totals and self.config.offload:
             # Before vLLM 0.30.0 the connector has no counter of its own: take the copy backend's.
