@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -119,8 +120,8 @@ def check_patch_files(folder: Path) -> Patch:
     return patch
 
 
-def build_arms(patches: Path, names: list[str], pin: str, site_packages: Path, overlays: Path) -> list[Arm]:
-    """Stock and the patches ``names`` for ``pin``, as overlays under ``overlays``.
+def build_arms(folders: Mapping[str, Path], pin: str, site_packages: Path, overlays: Path) -> list[Arm]:
+    """Stock and the patches in ``folders`` (by name) for ``pin``, as overlays under ``overlays``.
 
     Stock gets an overlay too, of the untouched files: each arm then loads the same modules from source through the same
     finder, and each row's digest is of what was compiled.
@@ -131,8 +132,8 @@ def build_arms(patches: Path, names: list[str], pin: str, site_packages: Path, o
         InstallChangedError: an installed file is not the one that the patch was written for.
     """
     loaded = {}
-    for name in names:
-        patch = load_patch(patches / name)
+    for name, folder in folders.items():
+        patch = load_patch(folder)
         if pin not in patch.pins:
             raise UsageError(f"patch {name!r} has no file for pin {pin}: it has {', '.join(patch.pins)}")
         loaded[name] = patch.pins[pin]
@@ -141,7 +142,7 @@ def build_arms(patches: Path, names: list[str], pin: str, site_packages: Path, o
         _check_installed(site_packages, file, pin)
     arms = [_stock(pin, list(files.values()), site_packages, overlays)]
     for name, pin_patch in loaded.items():
-        arms.append(_patched(patches / name, name, pin, pin_patch, list(files.values()), site_packages, overlays))
+        arms.append(_patched(folders[name], name, pin, pin_patch, list(files.values()), site_packages, overlays))
     return arms
 
 
@@ -230,10 +231,10 @@ def apply_patch(text: bytes, files: tuple[PatchedFile, ...], site_packages: Path
     # could change line ends and white space.
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env |= {"GIT_CEILING_DIRECTORIES": str(work.resolve().parent), "LC_ALL": "C"}
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
     try:
         done = subprocess.run(
-            ["git", "apply", "-p1", "--whitespace=nowarn", "-"],
+            ["git", "-c", f"core.attributesFile={os.devnull}", "apply", "-p1", "--whitespace=nowarn", "-"],
             cwd=work,
             env=env,
             input=text,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from rich.console import Console
 
 import kvmatrix
-from kvmatrix import doctor, envs, locks
+from kvmatrix import doctor, envs, locks, patch_files, patch_port, patch_tools
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
 from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, UsageError, one_line
@@ -35,7 +36,9 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("keep only these cells of matrix.toml (each may be repeated)")
     axes.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0")
     axes.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
-    axes.add_argument("--patch", action="append", default=[], metavar="NAME", help="a folder under patches/")
+    axes.add_argument(
+        "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
+    )
     axes.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
     axes.add_argument("--backend", action="append", default=[], metavar="NAME", help="attention backend, vLLM's name")
     axes.add_argument("--mode", action="append", default=[], metavar="MODE", help="eager or compiled")
@@ -84,10 +87,29 @@ def build_parser() -> Parser:
     env = commands.add_parser("env", help="list, build or remove the pins' environments")
     env.add_argument("action", choices=["list", "build", "remove"])
     env.add_argument("name", nargs="?", default="", help="environment to remove, as `env list` shows it")
+    _add_patch_commands(commands.add_parser("patch", help="make, check or port a patch under patches/"))
     lock = commands.add_parser("lock", help="resolve a pin's requirements lock again (needs uv)")
     lock.add_argument("version", help="the pin's vLLM release")
     lock.add_argument("--device", default="host")
     return parser
+
+
+def _add_patch_commands(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    new = actions.add_parser("new", help="make a patch from an edited copy of a pin's files, or add a pin to one")
+    new.add_argument("name")
+    new.add_argument("edited", nargs="+", type=Path, metavar="PATH", help="edited files, or one folder that holds vllm/")
+    new.add_argument("--pin", required=True, metavar="VERSION", help="the pin whose files were edited")
+    for name in ("title", "what", "why", "upstream", "remove-when", "author"):
+        new.add_argument(f"--{name}", default="", metavar="TEXT", help="for a new patch: goes into its patch.toml")
+    new.add_argument("--force", action="store_true", help="replace what the patch has for this pin")
+    check = actions.add_parser("check", help="does each patch apply to each built environment, and give what it says")
+    check.add_argument("names", nargs="*", metavar="NAME")
+    refresh = actions.add_parser("refresh", help="port a patch from one pin to another, and show what is not certain")
+    refresh.add_argument("name")
+    refresh.add_argument("--from", dest="source", required=True, metavar="VERSION")
+    refresh.add_argument("--to", dest="target", required=True, metavar="VERSION")
+    refresh.add_argument("--force", action="store_true", help="replace what the patch has for the target")
 
 
 def _pytest_args(project: Project, suite: str, args: argparse.Namespace) -> list[str]:
@@ -214,6 +236,57 @@ def run_env(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     return ExitCode.OK
 
 
+def _site(project: Project, version: str) -> Path:
+    env = envs.ensure(project, project.matrix.pin(version, project.matrix.defaults.device), _say)
+    envs.verify_install(env)
+    return env.site_packages
+
+
+def run_patch(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    return {"new": _patch_new, "check": _patch_check, "refresh": _patch_refresh}[args.action](project, args)
+
+
+def _patch_new(project: Project, args: argparse.Namespace) -> int:
+    texts = {f: getattr(args, f) for f in ("title", "what", "why", "upstream", "remove_when", "author")}
+    meta = patch_files.Meta(**{k: v for k, v in texts.items() if v}) if any(texts.values()) else None
+    edited = args.edited[0] if len(args.edited) == 1 and args.edited[0].is_dir() else args.edited
+    site = _site(project, args.pin)
+    made = patch_tools.new_patch(args.name, args.pin, site, edited, project.patches, meta, force=args.force)
+    print(made.patch_file)
+    return ExitCode.OK
+
+
+def _patch_check(project: Project, args: argparse.Namespace) -> int:
+    built = {e.name for e in envs.list_envs(project) if e.complete}
+    pins = [p for p in project.matrix.pins if p.device == "host" and envs.env_name(p, project.root) in built]
+    sites = {p.version: envs.ensure(project, p).site_packages for p in pins}
+    names = args.names or sorted(p.parent.name for p in project.patches.glob("*/patch.toml"))
+    checks = [(name, c) for name in names for c in patch_tools.check_patch(project.patches, name, sites)]
+    for name, check in checks:
+        print(f"{name} on {check.pin}: {check.status}: {check.line}")
+    statuses = {check.status for _, check in checks}
+    if "broken" in statuses:
+        return ExitCode.PATCH
+    return ExitCode.INSTALL_CHANGED if "install changed" in statuses else ExitCode.OK
+
+
+def _patch_refresh(project: Project, args: argparse.Namespace) -> int:
+    ported = patch_port.refresh_patch(
+        project.patches,
+        args.name,
+        args.source,
+        args.target,
+        _site(project, args.source),
+        _site(project, args.target),
+        force=args.force,
+        scratch=project.home / "refresh",
+    )
+    print(f"{ported.patch_file}: {ported.method}")
+    for line in [*(h.line for h in ported.hunks), *(f"not certain: {u}" for u in ported.uncertain)]:
+        print(f"  {line}")
+    return ExitCode.OK
+
+
 def run_lock(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     pin = project.matrix.pin(args.version, args.device)
     locks.regenerate(project, pin)
@@ -229,6 +302,7 @@ COMMANDS: dict[str, Callable[[Project, argparse.Namespace, list[str]], int]] = {
     "doctor": run_doctor,
     "env": run_env,
     "lock": run_lock,
+    "patch": run_patch,
 }
 
 

@@ -133,7 +133,7 @@ class Perf(Strict):
 class Defaults(Strict):
     pin: str
     device: DeviceKind
-    patch: str
+    patches: tuple[str, ...]
 
 
 class Matrix(Strict):

@@ -18,6 +18,8 @@ COUNTERS = {
     "preemptions": ("vllm:num_preemptions", ""),
 }
 DRAIN_TIMEOUT_S = 60.0
+NUDGE_TOKEN = 3
+"""A prompt of one token fills no block, so it leaves nothing in any cache."""
 
 
 class EngineStateError(RuntimeError):
@@ -161,15 +163,25 @@ class Engine:
         deadline = time.monotonic() + timeout
         in_process = hasattr(self.llm.llm_engine.engine_core, "engine_core")
         while True:
-            offload = self.state()["offload"]
+            state = self.state()
+            offload = state["offload"]
             if not offload["pending_stores"] and not offload["pending_loads"]:
                 return
             if time.monotonic() > deadline:
                 raise EngineStateError(f"transfers still pending after {timeout:g} s: {offload}")
-            if in_process:
+            if not state["has_requests"]:
+                self._nudge()
+            elif in_process:
                 self.llm.llm_engine.step()
             else:
                 time.sleep(0.005)
+
+    def _nudge(self) -> None:
+        """Before vLLM 0.30.0 an engine without requests does not step, pending stores or not: one token makes it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        self.llm.generate([{"prompt_token_ids": [NUDGE_TOKEN]}], params, use_tqdm=False)
 
     def reset_device(self) -> None:
         """Empty the device tier and leave the CPU tier.

@@ -41,6 +41,7 @@ def core_state(core: Any) -> dict[str, Any]:
         "enforce_eager": bool(config.model_config.enforce_eager),
         "compilation_mode": getattr(config.compilation_config.mode, "name", str(config.compilation_config.mode)),
         "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", None),
+        "has_requests": bool(core.scheduler.has_requests()),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "offload": None,
     }

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from kvmatrix import arms as arms_module
-from kvmatrix import envs, facts
+from kvmatrix import diffs, envs, facts, patch_tools
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell, Selection, plan_cells, selected_pins
 from kvmatrix.config import Project
@@ -37,13 +37,18 @@ class Session:
         self.started = time.monotonic()
         self.run = new_run_id()
         self.folder = project.home / "runs" / self.run
-        self.patches = list(selection.patches or (project.matrix.defaults.patch,))
+        asked = selection.patches or project.matrix.defaults.patches
+        self.diffs = [Path(p) for p in asked if _is_diff(p)]
+        named = [p for p in asked if not _is_diff(p)] or list(project.matrix.defaults.patches)
+        self.folders = {name: project.patches / name for name in named}
+        """Patch name -> its folder; a stranger's diff joins them in :meth:`plan`."""
+        self._pins_of_diff: dict[str, tuple[str, ...]] = {}
         self.ctx: Context | None = None
         self._closed = False
 
     @property
     def arm_names(self) -> list[str]:
-        return ["stock", *self.patches]
+        return ["stock", *self.folders]
 
     @property
     def rows_file(self) -> Path:
@@ -56,9 +61,33 @@ class Session:
             UsageError: a value that the matrix does not have, or nothing is left.
             PatchError: a patch file that is damaged: that shows before minutes go into an environment.
         """
-        for name in self.patches:
-            arms_module.check_patch_files(self.project.patches / name)
-        return plan_cells(self.project.matrix, self.selection, self.arm_names)
+        for folder in self.folders.values():
+            arms_module.check_patch_files(folder)
+        for diff in self.diffs:
+            self._bring(diff)
+        cells = plan_cells(self.project.matrix, self.selection, self.arm_names)
+        return [c for c in cells if c.arm not in self._pins_of_diff or c.pin in self._pins_of_diff[c.arm]]
+
+    def _bring(self, diff: Path) -> None:
+        """Make an arm of somebody's diff, for every selected pin that it applies to.
+
+        Raises:
+            PatchError: it is damaged, reaches outside the package, or applies to none of them.
+        """
+        diffs.package_changes(diffs.read_diff(diff))  # refused before minutes go into an environment
+        matrix = self.project.matrix
+        pins = {p.version: envs.ensure(self.project, p, self._say) for p in selected_pins(matrix, self.selection)}
+        for env in pins.values():
+            envs.verify_install(env)
+        sites = {version: env.site_packages for version, env in pins.items()}
+        imported = patch_tools.import_patch(
+            diff, sites, self.project.home / "patches", taken=list(self.folders), replace_other=True
+        )
+        self._say(f"{diff.name} is the arm {imported.name}: code that is not ours, run only in the processes of its cells")
+        for line in [*(r.line for r in imported.results), *(f"{s.path}: {s.reason}" for s in imported.skipped)]:
+            self._say(f"  {line}")
+        self.folders[imported.name] = imported.folder
+        self._pins_of_diff[imported.name] = tuple(imported.pins)
 
     def open(self, planned: Sequence[str]) -> Context:
         """Build or reuse the environments and arms, and start the row file.
@@ -78,9 +107,8 @@ class Session:
             env = envs.ensure(self.project, pin, self._say)
             envs.verify_install(env)
             ready[pin.version] = env
-            built = arms_module.build_arms(
-                self.project.patches, self.patches, pin.version, env.site_packages, self.project.home / "overlays"
-            )
+            folders = {n: f for n, f in self.folders.items() if pin.version in self._pins_of_diff.get(n, (pin.version,))}
+            built = arms_module.build_arms(folders, pin.version, env.site_packages, self.project.home / "overlays")
             ready_arms |= {(pin.version, a.name): a for a in built}
         run_facts = facts.run_facts(self.argv)
         writer = RowWriter(self.rows_file)
@@ -135,6 +163,10 @@ class Session:
             )
         )
         self.ctx.writer.close()
+
+
+def _is_diff(patch: str) -> bool:
+    return patch.endswith((".diff", ".patch")) or "/" in patch
 
 
 def planned_ids(cells: Sequence[Cell], project: Project) -> list[str]:

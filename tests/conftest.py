@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 
 from kvmatrix import envs
-from kvmatrix.arms import Arm
+from kvmatrix.arms import Arm, build_arms
 from kvmatrix.cells import Cell
 from kvmatrix.config import Project, find_project
 from kvmatrix.envs import PinEnv
+from kvmatrix.errors import KvmatrixError, PatchError
+from kvmatrix.patch_files import Meta
+from kvmatrix.patch_port import Refreshed, refresh_patch
+from kvmatrix.patch_tools import Imported, import_patch, new_patch
 from kvmatrix.records import PerfRow, ProbeRow, RunRow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,3 +253,110 @@ def copy_project(tmp_path: Path) -> Callable[[], Path]:
         return target
 
     return copy
+
+
+# --- patches on made-up installs --------------------------------------------------------------------------------------
+
+PIN, OLD = "2.0.0", "1.0.0"
+PATH, OTHER = "vllm/v1/x.py", "vllm/v1/y.py"
+META = Meta("A title", "What it does.", "Why it is right.", "none", "never", "somebody")
+
+BEFORE = """\
+from vllm.config import (
+    First,
+    Second,
+)
+
+
+class Thing:
+    def size(self, n):
+        total = 0
+        for i in range(n):
+            total += self.step(i)
+        return total
+
+    def step(self, i):
+        return i
+
+    def last(self):
+        self.done = True
+        return self.groups
+"""
+AFTER = BEFORE.replace("    First,\n", "    Another,\n    First,\n").replace("return i\n", "return i + len(self.groups)\n")
+ONE_LINE = BEFORE.replace("return i\n", "return 2 * i\n")
+
+
+def sha256(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+class Bench:
+    """Made-up installs of two pins, a folder for patches, one for edited copies and one for diffs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.patches, self.tree = folder, folder / "patches", folder / "tree"
+        self.sites = {PIN: folder / "site-2", OLD: folder / "site-1"}
+        for pin in self.sites:
+            self.install(pin, BEFORE)
+            self.install(pin, BEFORE, OTHER)
+
+    def install(self, pin: str, text: str, path: str = PATH) -> None:
+        self.write(self.sites[pin] / path, text)
+
+    def edit(self, text: str, path: str = PATH) -> Path:
+        return self.write(self.tree / path, text)
+
+    @staticmethod
+    def write(file: Path, text: str | bytes) -> Path:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        return file
+
+    def diff(self, files: dict[str, tuple[str, str]], name: str = "my-fix.diff", head: str = "") -> Path:
+        """A diff file as git writes it, of path -> texts before and after."""
+        root = self.folder / "diff"
+        for path, texts in files.items():
+            for side, text in zip("ab", texts, strict=True):
+                self.write(root / side / path, text)
+        env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": str(self.folder)}
+        command = ["git", "diff", "--no-index", "--no-prefix", "a", "b"]
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, check=False, timeout=30)
+        return self.write(self.folder / name, head.encode() + done.stdout)
+
+    def take(self, diff: Path | None = None, name: str | None = None, **options: object) -> Imported:
+        return import_patch(diff or self.diff({PATH: (BEFORE, AFTER)}), self.sites, self.patches, name, **options)
+
+    def new(self, text: str = AFTER, pin: str = PIN, name: str = "fix", meta: Meta | None = META, force: bool = False) -> Path:
+        self.edit(text)
+        return new_patch(name, pin, self.sites[pin], self.tree, self.patches, meta, force=force).patch_file
+
+    def refresh(self, force: bool = False) -> Refreshed:
+        scratch = self.folder / "scratch"
+        return refresh_patch(self.patches, "fix", OLD, PIN, self.sites[OLD], self.sites[PIN], force=force, scratch=scratch)
+
+    def patched(self, name: str, pin: str, path: str = PATH) -> str:
+        """The file that a run of the patch would load."""
+        arms = build_arms({name: self.patches / name}, pin, self.sites[pin], self.folder / "overlays")
+        tree = next(p for p in (self.folder / "overlays").glob(f"{pin}-{name}-*") if p.is_dir())
+        text = (tree / path).read_text(encoding="utf-8")
+        assert arms[1].expected[path.removesuffix(".py").replace("/", ".")] == sha256(text)
+        return text
+
+    def state(self) -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for site in self.sites.values() for p in site.rglob("*") if p.is_file()}
+
+    def written(self) -> dict[str, bytes]:
+        return {str(p.relative_to(self.patches)): p.read_bytes() for p in self.patches.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def refused(call: Callable[[], object], kind: type[KvmatrixError] = PatchError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value).code == kind.code
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -57,7 +57,8 @@ class Workshop:
         return folder
 
     def build(self, *names: str, pin: str = PIN) -> list[Arm]:
-        return build_arms(self.patches, list(names or ["fix"]), pin, self.site, self.overlays)
+        folders = {name: self.patches / name for name in names or ["fix"]}
+        return build_arms(folders, pin, self.site, self.overlays)
 
     def refused(self, kind: type[KvmatrixError], *names: str, pin: str = PIN) -> str:
         with pytest.raises(kind) as caught:
@@ -300,14 +301,14 @@ def test_a_hard_linked_install_stays_as_it_is(shop: Workshop, tmp_path: Path) ->
 
 def test_the_projects_own_patches_validate(project: Project) -> None:
     folders = [p.parent for p in project.patches.glob("*/patch.toml")]
-    assert project.patches / project.matrix.defaults.patch in folders
+    assert project.patches / project.matrix.defaults.patches[0] in folders
     for folder in folders:
         for pin in load_patch(folder).pins.values():
             assert (folder / pin.patch).is_file()
 
 
 def test_the_projects_patch_gives_what_it_says_on_the_real_install(project: Project, pin_env: PinEnv, tmp_path: Path) -> None:
-    name, version = project.matrix.defaults.patch, pin_env.pin.version
+    name, version = project.matrix.defaults.patches[0], pin_env.pin.version
     patch = load_patch(project.patches / name).pins[version]
     installed = {f.path: (pin_env.site_packages / f.path).read_bytes() for f in patch.files}
     work = tmp_path / "work"
@@ -316,7 +317,7 @@ def test_the_projects_patch_gives_what_it_says_on_the_real_install(project: Proj
     for file in patch.files:
         assert sha256(installed[file.path]) == file.pre_sha256
         assert sha256((work / file.path).read_bytes()) == file.post_sha256
-    stock, fix = build_arms(project.patches, [name], version, pin_env.site_packages, tmp_path / "overlays")
+    stock, fix = build_arms({name: project.patches / name}, version, pin_env.site_packages, tmp_path / "overlays")
     assert stock.expected == {f.module: f.pre_sha256 for f in patch.files}
     assert fix.expected == {f.module: f.post_sha256 for f in patch.files}
     assert installed == {f.path: (pin_env.site_packages / f.path).read_bytes() for f in patch.files}

@@ -156,8 +156,8 @@ def test_cells_are_listed(kvmatrix: Run) -> None:
     done = kvmatrix("cells", "--backend", "CPU_ATTN", "--mode", "eager")
     assert done.returncode == ExitCode.OK
     cell = "0.32.0-host-CPU_ATTN-eager-c128-b32"
-    assert done.stdout.splitlines() == [f"{cell}-stock", f"{cell}-decline-misaligned"]
-    assert done.stderr == "kvmatrix: 2 cells\n"
+    assert done.stdout.splitlines() == [f"{cell}-{arm}" for arm in ("stock", "decline-misaligned", "rebase-lookup")]
+    assert done.stderr == "kvmatrix: 3 cells\n"
 
 
 def test_a_selection_that_leaves_nothing(called: Run) -> None:

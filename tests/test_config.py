@@ -35,7 +35,7 @@ def test_the_projects_matrix_loads(project: Project) -> None:
     matrix = project.matrix
     pin = matrix.pin(matrix.defaults.pin, matrix.defaults.device)
     assert (project.root / pin.lock).is_file()
-    assert (project.patches / matrix.defaults.patch / "patch.toml").is_file()
+    assert (project.patches / matrix.defaults.patches[0] / "patch.toml").is_file()
     assert {b for g in matrix.geometries for b in g.backends} == {b for p in matrix.pins for b in p.backends}
 
 

