@@ -14,26 +14,24 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from kvmatrix import locks, system_libs
+from kvmatrix import env_link, installers, locks, system_libs
 from kvmatrix.config import Pin, Project
 from kvmatrix.errors import DiskError, EnvironmentBuildError, InstallChangedError, UsageError
 
@@ -44,32 +42,8 @@ SCHEMA = 1
 
 Progress = Callable[[str], None]
 
-# Settings of the caller's interpreter and of pip's target that must not reach an environment's installer.
-_NOT_INHERITED = (
-    "KVMATRIX_OVERLAY",
-    "PIP_PREFIX",
-    "PIP_PYTHON",
-    "PIP_REQUIRE_HASHES",
-    "PIP_ROOT",
-    "PIP_TARGET",
-    "PIP_USER",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)
-_INDEX_SETTINGS = (
-    "UV_TORCH_BACKEND",
-    "UV_FIND_LINKS",
-    "UV_DEFAULT_INDEX",
-    "UV_INDEX_URL",
-    "UV_INDEX",
-    "UV_EXTRA_INDEX_URL",
-)
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
-_OVERLAY_HOOK = (
-    'import os; os.environ.get("KVMATRIX_OVERLAY") and __import__("kvmatrix.overlay", fromlist=["install"]).install()\n'
-)
 
 
 @dataclass(frozen=True)
@@ -138,7 +112,7 @@ def _ensure(project: Project, pin: Pin, progress: Progress, framework: str) -> P
                 raise EnvironmentBuildError(f"environment {path.name} is not usable right after its build: run again")
         if pin.device == "host":
             system_libs.provide(path, progress)
-        _link(env.site_packages, project.root)
+        env_link.link(env.site_packages, project.root)
     return env
 
 
@@ -353,75 +327,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(timeout=grace_s)
 
 
-# --- installers -------------------------------------------------------------------------------------------------------
-
-
-def _base_python() -> str:
-    """The interpreter behind this one's virtual environment: an environment must not depend on another one."""
-    return str(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-class _Installer(Protocol):
-    name: str
-    cpu_torch_first: bool
-    """Whether a host pin's torch is first asked for with ``UV_TORCH_BACKEND=cpu``."""
-
-    def environ(self) -> dict[str, str]: ...
-
-    def venv(self, path: Path) -> list[str]: ...
-
-    def install(self, python: Path) -> list[str]: ...
-
-
-class _Pip:
-    name = "pip"
-    cpu_torch_first = False
-
-    def environ(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        return kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PYTHONNOUSERSITE": "1"}
-
-    def venv(self, path: Path) -> list[str]:
-        return [_base_python(), "-m", "venv", str(path)]
-
-    def install(self, python: Path) -> list[str]:
-        return [str(python), "-m", "pip", "install", "--progress-bar=off", "--no-compile"]
-
-
-class _Uv:
-    name = "uv"
-
-    def __init__(self, executable: str) -> None:
-        self.executable = executable
-        # uv does not read pip's PIP_NO_INDEX and has no variable of its own for it.
-        self.no_index = os.environ.get("PIP_NO_INDEX", "").lower() in ("1", "true", "yes", "on")
-        environ = self.environ()
-        self.cpu_torch_first = not self.no_index and not any(environ.get(k) for k in _INDEX_SETTINGS)
-
-    def environ(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # Hard links into uv's cache would let an edited file come back in the next environment.
-        return {"UV_LINK_MODE": "copy"} | locks.uv_environ(kept) | {"NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
-
-    def venv(self, path: Path) -> list[str]:
-        return [self.executable, "venv", "--no-project", "--python", _base_python(), str(path)]
-
-    def install(self, python: Path) -> list[str]:
-        no_index = ["--no-index"] if self.no_index else []
-        return [self.executable, "pip", "install", "--python", str(python), *no_index]
-
-
-def _installer() -> _Installer:
-    """uv where it is on PATH, else pip; ``KVMATRIX_INSTALLER`` decides otherwise."""
-    wanted = os.environ.get("KVMATRIX_INSTALLER", "")
-    if wanted not in ("", "pip", "uv"):
-        raise UsageError(f"KVMATRIX_INSTALLER={wanted!r} is unknown: set it to pip or uv, or unset it")
-    uv = shutil.which("uv") if wanted != "pip" else None
-    if wanted == "uv" and uv is None:
-        raise EnvironmentBuildError("KVMATRIX_INSTALLER=uv, but uv is not on PATH: install uv, or set it to pip")
-    return _Uv(uv) if uv else _Pip()
-
-
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +349,7 @@ class _Build:
         Raises:
             EnvironmentBuildError, DiskError, UsageError: see :func:`ensure`.
         """
-        self.tool = _installer()
+        self.tool = installers.choose()
         self.log = self.project.home / "logs" / f"env-{self.path.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
@@ -543,14 +448,14 @@ class _Build:
                 f" KVMATRIX_HOME to a folder on another disk; log: {self.log}"
             )
         if "ensurepip is not" in output:
-            raise self._failure(step, f"{_base_python()} has no ensurepip: install its venv package, or uv")
+            raise self._failure(step, f"{installers.base_python()} has no ensurepip: install its venv package, or uv")
         # The first line is the command itself.
         raise self._failure(step, locks.reason(output.partition("\n")[2]))
 
     def _step_link(self) -> None:
         self.progress(f"environment {self.path.name}: linking kvmatrix")
         started = time.monotonic()
-        _link(_site_packages(self.path), self.project.root)
+        env_link.link(_site_packages(self.path), self.project.root)
         self.seconds["link"] = round(time.monotonic() - started, 1)
 
     def _write_marker(self, lock: bytes) -> None:
@@ -566,76 +471,4 @@ class _Build:
         }
         digest = hashlib.sha256(lock).hexdigest()
         marker = {"schema": SCHEMA, "name": self.path.name, "lock_sha256": digest, "facts": facts}
-        _write_atomically(self.path / MARKER, json.dumps(marker, indent=2).encode() + b"\n")
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.replace(path)
-
-
-# --- the link to this project -----------------------------------------------------------------------------------------
-
-
-def _link(site_packages: Path, root: Path) -> None:
-    """Make ``root``'s kvmatrix importable in the environment and visible to ``importlib.metadata``.
-
-    Nothing is written where it is so already.
-
-    Written by hand because an editable install would need the build backend, and so a network.
-
-    Raises:
-        EnvironmentBuildError: the project's version or entry points cannot be read.
-    """
-    files = _link_files(root)
-    if all(_same(site_packages / name, data) for name, data in files.items()):
-        return
-    info = next(name for name in files if name.endswith("/METADATA")).partition("/")[0]
-    for stale in site_packages.glob("kvmatrix-*.dist-info"):
-        if stale.name != info:
-            shutil.rmtree(stale)
-    (site_packages / info).mkdir(exist_ok=True)
-    for name, data in files.items():
-        _write_atomically(site_packages / name, data)
-
-
-def _same(path: Path, data: bytes) -> bool:
-    try:
-        return path.read_bytes() == data
-    except OSError:
-        return False
-
-
-def _link_files(root: Path) -> dict[str, bytes]:
-    """Path, relative to site-packages, and content of every file that links the project at ``root``."""
-    version, groups = _project_metadata(root)
-    info = f"kvmatrix-{version}.dist-info"
-    sections = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in sorted(groups[group].items())) for group in groups]
-    files = {
-        "kvmatrix.pth": f"{root}\n{_OVERLAY_HOOK}".encode(),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: kvmatrix\nVersion: {version}\n".encode(),
-        f"{info}/INSTALLER": b"kvmatrix\n",
-        f"{info}/entry_points.txt": "\n".join(sections).encode(),
-    }
-    rows = [f"{name},sha256={_b64_sha256(data)},{len(data)}\n" for name, data in files.items()]
-    return files | {f"{info}/RECORD": "".join([*rows, f"{info}/RECORD,,\n"]).encode()}
-
-
-def _b64_sha256(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
-
-
-def _project_metadata(root: Path) -> tuple[str, dict[str, dict[str, str]]]:
-    try:
-        source = (root / "kvmatrix" / "__init__.py").read_text(encoding="utf-8")
-        version = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
-        groups = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as e:
-        raise EnvironmentBuildError(f"kvmatrix in {root} cannot be linked: {e}") from e
-    if version is None:
-        raise EnvironmentBuildError(f"kvmatrix in {root} cannot be linked: kvmatrix/__init__.py has no __version__")
-    return version[1], groups
+        env_link.write_atomically(self.path / MARKER, json.dumps(marker, indent=2).encode() + b"\n")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmatrix import envs
+from kvmatrix import env_link, envs, installers
 from kvmatrix.config import Pin, Project
 from kvmatrix.envs import EnvEntry, PinEnv
 from kvmatrix.errors import DiskError, EnvironmentBuildError, InstallChangedError, UsageError
@@ -346,7 +346,7 @@ def test_unreadable_project_is_not_linked(tmp_path: Path, file: str, text: str) 
     root = make_root(tmp_path / "root").root
     (root / file).write_text(text)
     with pytest.raises(EnvironmentBuildError, match="cannot be linked"):
-        envs._link(tmp_path, root)
+        env_link.link(tmp_path, root)
 
 
 # --- what can go wrong ------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class StubTool:
 def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], StubTool]:
     def use(script: str) -> StubTool:
         tool = StubTool(script)
-        monkeypatch.setattr(envs, "_installer", lambda: tool)
+        monkeypatch.setattr(installers, "choose", lambda: tool)
         return tool
 
     return use
@@ -623,16 +623,16 @@ def fake_uv(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_installer_choice(lab: Lab, monkeypatch: pytest.MonkeyPatch, wanted: str, chosen: str) -> None:
     fake_uv(lab, monkeypatch)
     monkeypatch.setenv("KVMATRIX_INSTALLER", wanted)
-    assert envs._installer().name == chosen
+    assert installers.choose().name == chosen
 
 
 def test_installer_without_uv(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(lab.wheels))
     monkeypatch.delenv("KVMATRIX_INSTALLER")
-    assert envs._installer().name == "pip"
+    assert installers.choose().name == "pip"
     monkeypatch.setenv("KVMATRIX_INSTALLER", "uv")
     with pytest.raises(EnvironmentBuildError, match="uv is not on PATH"):
-        envs._installer()
+        installers.choose()
 
 
 def test_unknown_installer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,7 +644,7 @@ def test_unknown_installer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_installers_do_not_inherit_the_callers_interpreter(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVMATRIX_OVERLAY", "PYTHONPATH", "VIRTUAL_ENV", "PIP_TARGET", "PIP_USER"):
         monkeypatch.setenv(name, "x")
-    for tool in (envs._Pip(), envs._Uv("uv")):
+    for tool in (installers.Pip(), installers.Uv("uv")):
         assert "x" not in tool.environ().values()
 
 
@@ -668,7 +668,7 @@ def test_cpu_torch_is_asked_for_where_nothing_is_set(
     monkeypatch.delenv("PIP_NO_INDEX")
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    tool = envs._Uv("uv")
+    tool = installers.Uv("uv")
     assert tool.cpu_torch_first is first
     assert tool.environ()["UV_LINK_MODE"] == "copy"
     assert ("--no-index" in tool.install(Path("python"))) is ("PIP_NO_INDEX" in setting)
