@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -310,9 +311,16 @@ def _say(text: str) -> None:
     print(f"kvmatrix: {text}", file=sys.stderr, flush=True)
 
 
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    """A polite end, as nox or a job scheduler asks for it, is Ctrl-C: what was started is ended, rows are kept."""
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the return value is its exit code (see :class:`kvmatrix.errors.ExitCode`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         args = build_parser().parse_args(arguments)
         return int(COMMANDS[args.command](find_project(), args, arguments))
