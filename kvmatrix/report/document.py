@@ -172,13 +172,20 @@ def publish(home: Path, results: Path) -> list[Path]:
 
 
 def tables_of(folder: Path) -> str:
-    """The document of a published folder, from its rows.
+    """The document of a published folder ``<pin>/<device>/<patch>/<run>``: its patch beside stock, from its rows.
 
     Raises:
         RowsError: a row file is damaged.
     """
+    pin, device, patch = (folder.parents[i].name for i in (2, 1, 0))
     perf = folder / "perf.jsonl"
-    return document(read_rows(folder / "conformance.jsonl"), read_rows(perf) if perf.exists() else None)
+    rows = [
+        r
+        for r in read_rows(folder / "conformance.jsonl")
+        if not isinstance(r, ProbeRow)
+        or ((r.cell["pin"], r.cell["device"]) == (pin, device) and r.cell["arm"] in (tables.STOCK, patch))
+    ]
+    return document(rows, read_rows(perf) if perf.exists() else None)
 
 
 def write_tables(folder: Path) -> Path:
