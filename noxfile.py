@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ def kvmatrix(session: nox.Session, *args: str) -> None:
     command = [str(Path(session.bin) / "kvmatrix"), *args]
     session.log(" ".join(["kvmatrix", *args]))
     with subprocess.Popen(command) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         while True:
             try:
                 code = process.wait()

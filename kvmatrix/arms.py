@@ -204,6 +204,8 @@ def read_patch_text(patch_file: Path, declared: set[str]) -> bytes:
         text = patch_file.read_bytes()
     except FileNotFoundError:
         raise PatchError(f"{patch_file} is missing") from None
+    except OSError as e:
+        raise PatchError(f"{patch_file} cannot be read: {e.strerror}") from e
     lines = text.decode("utf-8", errors="replace")
     for pattern, what in _FORBIDDEN.items():
         if re.search(pattern, lines, re.MULTILINE):

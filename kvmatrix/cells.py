@@ -136,7 +136,15 @@ def _scheduler_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Seque
     if selection.narrows_llm or not _kept(selection, "scheduler", s.chunk, s.block):
         return
     for arm in arms:
-        yield Cell(tier="scheduler", pin=pin.version, device=pin.device, arm=arm, chunk=s.chunk, block=s.block, prompt=s.prompt)
+        yield Cell(
+            tier="scheduler",
+            pin=pin.version,
+            device=pin.device,
+            arm=arm,
+            chunk=s.chunk,
+            block=s.block,
+            prompt=max(case.prompt for case in s.cases),
+        )
 
 
 def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[str]) -> Iterator[Cell]:

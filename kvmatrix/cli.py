@@ -16,7 +16,7 @@ import kvmatrix
 from kvmatrix import doctor, envs, locks, patch_files, patch_port, patch_tools
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
-from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, UsageError, one_line
+from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
@@ -155,14 +155,17 @@ def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     perf_rows = list(plugin.rows.values())
     if perf_rows:
         print("\n" + document.perf_summary(perf_rows) + "\n")
-        _print_conformance_beside(project)
+        _print_conformance_beside(project, plugin.pin)
     return _ended(plugin.error, plugin.exit_code, status, session)
 
 
-def _print_conformance_beside(project: Project) -> None:
-    found = next(newest_runs(project.home, "conformance"), None)
-    if found is not None:
-        print(document.conformance_summary(last_attempts(found[1])) + "\n")
+def _print_conformance_beside(project: Project, pin: str) -> None:
+    """The newest conformance of the pin that was measured: no timing without what it is worth."""
+    for _, rows in newest_runs(project.home, "conformance"):
+        of_pin = [r for r in last_attempts(rows) if r.cell["pin"] == pin]
+        if of_pin and document.is_whole(rows):
+            print(f"Conformance run {rows[0].run}\n\n{document.conformance_summary(of_pin)}\n")
+            return
 
 
 class _Named:
@@ -184,6 +187,8 @@ def _ended(error: KvmatrixError | None, code: ExitCode, status: int, session: Se
     if code is ExitCode.INTERRUPTED:
         _say(f"interrupted: the finished rows are in {session.rows_file}")
         return code
+    if status == pytest.ExitCode.USAGE_ERROR:
+        return ExitCode.USAGE
     if session.ctx is not None:
         _say(f"rows: {session.rows_file}")
     if code is ExitCode.OK and status == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -209,6 +214,8 @@ def run_report(project: Project, args: argparse.Namespace, argv: list[str]) -> i
         stale = document.stale_tables(project.results)
         for path in stale:
             _say(f"{path.relative_to(project.root)} is not what its rows give: run `nox -s report` and compare")
+        if not stale and not any(project.results.glob(f"*/*/*/*/{document.TABLES}")):
+            raise NothingRanError("results/ holds no published tables: run `nox -s report` first")
         return ExitCode.UNEXPECTED if stale else ExitCode.OK
     for path in document.publish(project.home, project.results):
         print(path.read_text(encoding="utf-8"))
@@ -249,7 +256,7 @@ def run_patch(project: Project, args: argparse.Namespace, argv: list[str]) -> in
 
 def _patch_new(project: Project, args: argparse.Namespace) -> int:
     texts = {f: getattr(args, f) for f in ("title", "what", "why", "upstream", "remove_when", "author")}
-    meta = patch_files.Meta(**{k: v for k, v in texts.items() if v}) if any(texts.values()) else None
+    meta = patch_files.Meta(**texts) if any(texts.values()) else None
     edited = args.edited[0] if len(args.edited) == 1 and args.edited[0].is_dir() else args.edited
     site = _site(project, args.pin)
     made = patch_tools.new_patch(args.name, args.pin, site, edited, project.patches, meta, force=args.force)
@@ -266,6 +273,8 @@ def _patch_check(project: Project, args: argparse.Namespace) -> int:
     for name, check in checks:
         print(f"{name} on {check.pin}: {check.status}: {check.line}")
     statuses = {check.status for _, check in checks}
+    if not statuses - {"no environment"}:
+        raise NothingRanError("no patch could be checked: build an environment first, with `kvmatrix env build`")
     if "broken" in statuses:
         return ExitCode.PATCH
     return ExitCode.INSTALL_CHANGED if "install changed" in statuses else ExitCode.OK

@@ -72,16 +72,23 @@ class Llm(Strict):
     probes: tuple[ProbeName, ...]
 
 
-class Scheduler(Strict):
-    block: PositiveInt
-    chunk: PositiveInt
+class LookupCases(Strict):
+    """Lookups of one prompt; figures in tokens."""
+
     prompt: PositiveInt
     prefixes: tuple[int, ...]
 
+
+class Scheduler(Strict):
+    block: PositiveInt
+    chunk: PositiveInt
+    cases: tuple[LookupCases, ...]
+
     @model_validator(mode="after")
     def _consistent(self) -> Scheduler:
-        if any(p % self.block or p >= self.prompt for p in self.prefixes):
-            raise ValueError(f"prefixes must be multiples of block {self.block} below prompt {self.prompt}")
+        for case in self.cases:
+            if any(p % self.block or p >= case.prompt for p in case.prefixes):
+                raise ValueError(f"prefixes must be multiples of block {self.block} below prompt {case.prompt}")
         if self.chunk % self.block:
             raise ValueError(f"chunk {self.chunk} must be a multiple of block {self.block}")
         return self

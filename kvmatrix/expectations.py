@@ -71,6 +71,8 @@ class Expectations:
                 odd = sorted(raw.keys() - {"expect"})
                 if odd:
                     raise UsageError(f"{path.name}: unknown key {odd[0]!r}: entries are [[expect]] tables")
+                if not isinstance(raw.get("expect", []), list):
+                    raise UsageError(f"{path.name}: expect must be [[expect]] tables")
                 entries += [Expectation.model_validate(e) for e in raw.get("expect", [])]
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
                 raise UsageError(f"{path.name} is not valid TOML: {e}") from e
@@ -102,4 +104,7 @@ def expected_status(entry: Expectation | None, status: Status, reason: str) -> S
 
 def is_problem(row: ProbeRow) -> bool:
     """Whether a row makes a run red: anything unexpected but what could not run here and says why."""
-    return row.status not in ("UNSUPPORTED", "NOT_RUN") and not row.as_expected
+    if row.status == "UNSUPPORTED":
+        # A refusal is vLLM's or the machine's word. Running something else than what was asked for is not.
+        return row.reason.startswith("not-honoured: ")
+    return row.status != "NOT_RUN" and not row.as_expected

@@ -35,8 +35,8 @@ def run_facts(argv: list[str]) -> dict[str, Any]:
         "machine": machine_facts(),
         "compiler": compiler_facts(),
         "git": _git_version(),
-        "variables": {n: _without_paths(os.environ[n]) for n in RELEVANT_VARIABLES if n in os.environ},
-        "arguments": [_without_paths(a) for a in argv],
+        "variables": {n: without_folders(os.environ[n]) for n in RELEVANT_VARIABLES if n in os.environ},
+        "arguments": [without_folders(a) for a in argv],
     }
 
 
@@ -75,6 +75,12 @@ def _cpu_model() -> str:
     return match.group(1) if match else platform.processor()
 
 
-def _without_paths(text: str) -> str:
-    """``text`` with every absolute path cut to its last part."""
-    return re.sub(r"(?:/[^/\s=:]+)+/([^/\s=:]*)", r"\1", text)
+def without_folders(argument: str) -> str:
+    """A command-line argument or a variable's value with every path cut to its last part."""
+    option, sep, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    return option + sep + ":".join(part.rstrip("/").rsplit("/", 1)[-1] for part in value.split(":"))
+
+
+def without_paths(text: str) -> str:
+    """Prose with every absolute path cut to its last part."""
+    return re.sub(r"(?<![\w.])(?:/[\w.@+~-]+)+/([\w.@+~-]+)", r"\1", text)

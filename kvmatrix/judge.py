@@ -48,6 +48,7 @@ def resolved(engine: dict[str, Any]) -> dict[str, Any]:
         "cache_dtype": state["cache_dtype"],
         "max_num_seqs": state["max_num_seqs"],
         "num_gpu_blocks": state["num_gpu_blocks"],
+        "weights_sha256": engine.get("weights_sha256"),
     }
 
 
@@ -125,6 +126,8 @@ def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
     if case["imported"] != arm.expected:
         return Verdict("INFRA", f"wrong-arm: imported {_short(case['imported'])}, arm {arm.name} is {_short(arm.expected)}")
     answer = f"({case['external_tokens']}, {case['is_async']})"
+    if case["is_async"] != (case["external_tokens"] > 0):
+        return Verdict("FAIL", f"contract: answers {answer}, a hit is loaded asynchronously and a miss is not")
     if any(case["missing"]):
         lacking = {g: m for g, m in enumerate(case["missing"]) if m}
         return Verdict("FAIL", f"unsound: answers {answer}, without KV (group: blocks) {lacking}")

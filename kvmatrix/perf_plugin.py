@@ -19,9 +19,10 @@ from kvmatrix.cells import Cell, plan_cells
 from kvmatrix.config import Matrix
 from kvmatrix.errors import DiskError, ExitCode, InfraError
 from kvmatrix.expectations import is_problem
+from kvmatrix.facts import without_paths
 from kvmatrix.qualified import conformance_of, is_qualified
 from kvmatrix.records import PerfRow, ProbeRow
-from kvmatrix.runner import Context
+from kvmatrix.runner import Context, probe_names
 from kvmatrix.session import Session, exit_code
 from kvmatrix.suite_plugin import SuitePlugin
 
@@ -84,7 +85,7 @@ class PerfPlugin(SuitePlugin):
 
     @property
     def arms(self) -> list[str]:
-        return self.session.arm_names
+        return self.session.arms_on(self.pin)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         arms = self.arms
@@ -98,6 +99,10 @@ class PerfPlugin(SuitePlugin):
 
     def pytest_benchmark_update_machine_info(self, config: pytest.Config, machine_info: dict[str, Any]) -> None:
         machine_info.pop("node", None)  # the host's name
+
+    def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
+        for key in ("project", "branch"):  # names of the checkout's folder and of somebody's branch
+            output_json.get("commit_info", {}).pop(key, None)
 
     def begin(self, items: list[pytest.Item]) -> None:
         self._ctx = self.session.open([i.name for i in items])
@@ -149,7 +154,15 @@ class PerfPlugin(SuitePlugin):
                 row = measure(self._ctx)
                 self._ctx.writer.write(row)
             except InfraError as e:
-                row = PerfRow(run=self._ctx.run, id=key, group=group, workload=key, geometry={}, status="INFRA", reason=str(e))
+                row = PerfRow(
+                    run=self._ctx.run,
+                    id=key,
+                    group=group,
+                    workload=key,
+                    geometry={},
+                    status="INFRA",
+                    reason=without_paths(str(e)),
+                )
                 self._ctx.writer.write(row)
             except DiskError as e:
                 self.error = e
@@ -208,7 +221,7 @@ class PerfPlugin(SuitePlugin):
                     tell(f"conformance of {cell.id} first: this machine has no row of it")
                     rows = self.session.run_cells([cell])
                     self.probe_rows += rows
-                if not is_qualified(rows):
+                if not is_qualified(rows, probe_names(cell, self.matrix)):
                     bad = next((r for r in rows if is_problem(r) or r.status not in ("PASS", "FAIL")), None)
                     detail = f"{bad.id} is {bad.status}" if bad else f"{cell.id} has no row"
                     return f"not-qualified: {detail}; no figure is taken from a cell whose conformance is not as expected"
@@ -216,6 +229,8 @@ class PerfPlugin(SuitePlugin):
 
     def result(self) -> ExitCode:
         statuses = [r.status for r in self.rows.values()]
+        if "FAIL" in statuses:
+            return ExitCode.UNEXPECTED
         if any(s in ("INFRA", "CRASH", "TIMEOUT") for s in statuses):
             return ExitCode.INFRA
         if any(r.reason.startswith("not-qualified") for r in self.rows.values()):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvmatrix import judge
 from kvmatrix.cells import Cell
 from kvmatrix.config import Perf
 from kvmatrix.errors import InfraError
@@ -43,8 +44,17 @@ class Live:
         self._jobs.append(child)
         while True:
             message = self._next(child)
+            if message["type"] == "engine":
+                verdict = judge.judge_engine(Cell.model_validate(job["cell"]), message)
+                if verdict.status != "PASS":
+                    raise InfraError(f"the engine to be measured is not the one that was asked for: {verdict.reason}")
             if message["type"] == "ready":
+                self._check_arm(message["imported"], job["arm"])
                 return child, message
+
+    def _check_arm(self, imported: dict[str, str], arm: str) -> None:
+        if imported != self.ctx.arms[self.pin, arm].expected:
+            raise InfraError(f"the measuring process of {arm} imported other files than the arm's")
 
     def ask(self, child: Job, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -80,6 +90,7 @@ def live(ctx: Context, pin: str, backend: str) -> Iterator[Live]:
 
 def _overlay_job(ctx: Context, pin: str, arm: str, **fields: Any) -> dict[str, Any]:
     return {
+        "arm": arm,
         "cwd": str(ctx.folder / "work"),
         "env": {"KVMATRIX_OVERLAY": str(ctx.arms[pin, arm].manifest)},
         **fields,
@@ -136,10 +147,12 @@ def perf_cell(perf: Perf, pin: str, device: str, arm: str) -> Cell:
 
 def generate_job(ctx: Context, cell: Cell) -> dict[str, Any]:
     perf, llm = ctx.matrix.perf, ctx.matrix.llm
-    sizes = llm_geometry(perf.prompt, perf.block, perf.block, cell.kv_groups, 1)
+    new_tokens = ctx.envs[cell.pin].pin.min_new_tokens
+    sizes = llm_geometry(perf.prompt, perf.block, perf.block, cell.kv_groups, new_tokens)
     job = cell_job(cell, ctx)
     return job | {
         "kind": "generate",
+        "arm": cell.arm,
         "checkpoint": {
             "chunk": perf.chunk,
             "layers": perf.layers,
@@ -178,6 +191,7 @@ class GenerateBench:
         for arm in order:
             rounds[arm].append(self._round(arm, workload, seed + len(rounds[arm])))
         problem = next((p for arm in self.arms for r in rounds[arm] if (p := _void(r))), "")
+        wrong = next((f"wrong-output: {a}" for a in self.arms[1:] if not all(r["same_as_cold"] for r in rounds[a])), "")
         keys = ("prefix", "cold_seconds", "external_hit_tokens", "device_hit_tokens", "output_tokens", "same_as_cold")
         return PerfRow(
             run=self.ctx.run,
@@ -186,8 +200,8 @@ class GenerateBench:
             workload=workload,
             geometry={"prompt": perf.prompt, "block": perf.block, "chunk": perf.chunk, "backend": perf.backend}
             | {"layers": perf.layers, "hidden_size": perf.hidden_size, "mode": perf.mode},
-            status="INFRA" if problem else "PASS",
-            reason=problem,
+            status="INFRA" if problem else "FAIL" if wrong else "PASS",
+            reason=problem or wrong,
             order=order,
             seconds={a: [r["seconds"] for r in rounds[a]] for a in self.arms},
             answers={a: {k: [r[k] for r in rounds[a]] for k in keys} for a in self.arms},
@@ -204,8 +218,10 @@ def _void(measured: dict[str, Any]) -> str:
         return f"void: the cold request was served {measured['cold_hit_tokens']} cached tokens"
     if measured["device_hit_tokens"] != measured["prefix"]:
         return f"void: the device served {measured['device_hit_tokens']} tokens, {measured['prefix']} were meant"
-    if measured["output_tokens"] != 1:
-        return f"void: {measured['output_tokens']} output tokens"
+    if measured["output_tokens"] != measured["meant_output_tokens"]:
+        return f"void: {measured['output_tokens']} output tokens, {measured['meant_output_tokens']} were meant"
+    if measured["workload"] != "mixed-misaligned" and measured["external_hit_tokens"] != measured["reusable_tokens"]:
+        return f"void: {measured['external_hit_tokens']} external tokens, {measured['reusable_tokens']} were meant"
     return ""
 
 

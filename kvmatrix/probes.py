@@ -106,12 +106,14 @@ class ProbeRunner:
         self.prompt = random_prompt(geometry["prompt"], self.vocab, geometry["seed"])
         self.cold: Generation | None = None
         self.fillers = 0
+        self.resident = 0
+        """Tokens of the prompt in the CPU tier just before the measured request."""
 
     def run(self, names: list[str], on_start: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """Observations of ``names`` in order; ``cold`` is always taken first, because the others are compared to it."""
         steps: dict[str, Callable[[], Generation]] = {
             "cold": self._cold,
-            "device-hit": self._ask,
+            "device-hit": self._ask_measured,
             "pure-cpu-hit": self._pure_cpu_hit,
             "mixed-aligned": lambda: self._mixed("mixed-aligned"),
             "mixed-misaligned": lambda: self._mixed("mixed-misaligned"),
@@ -135,9 +137,14 @@ class ProbeRunner:
         self.cold = self._ask()
         return self.cold
 
+    def _ask_measured(self) -> Generation:
+        """Ask, after noting what the CPU tier holds: afterwards it also holds what a declined lookup recomputed."""
+        self.resident = self.engine.cpu_resident_tokens(self.prompt)
+        return self._ask()
+
     def _pure_cpu_hit(self) -> Generation:
         self._clear_device()
-        return self._ask()
+        return self._ask_measured()
 
     def _mixed(self, name: str) -> Generation:
         self._clear_device()
@@ -145,7 +152,7 @@ class ProbeRunner:
         # One more token, unlike the prompt's own, so that exactly the prefix becomes resident.
         other = 3 + (self.prompt[len(prefix)] - 2) % (self.vocab - 3)
         self.engine.generate([*prefix, other], max_tokens=self.geometry["new_tokens"], logprobs=False)
-        return self._ask()
+        return self._ask_measured()
 
     def _clear_device(self) -> None:
         """Empty the device tier, then overwrite every one of its blocks: a block that is not loaded must not still
@@ -175,7 +182,7 @@ class ProbeRunner:
             "vocab_compared": min(len(step) for step in generation.logprobs),
             "cached_tokens": generation.cached_tokens,
             "counters": generation.counters,
-            "cpu_resident_tokens": self.engine.cpu_resident_tokens(self.prompt),
+            "cpu_resident_tokens": self.resident,
             "pending_hits": state["offload"]["pending_hits"],
             "imported": state["imported"],
             "seconds": generation.seconds,

@@ -36,6 +36,8 @@ COMMON_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+NOT_INHERITED = ("KVMATRIX_OVERLAY", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_")
+"""The caller's own settings of what is under test do not reach it: a cell is what matrix.toml says."""
 HOST_ENV = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 INTERPRETER_ENV = {"TRITON_INTERPRET": "1"}
 
@@ -143,7 +145,7 @@ class Parent:
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 argv + ([] if preload else ["--no-preload"]),
-                env={k: v for k, v in os.environ.items() if k != "KVMATRIX_OVERLAY"} | env,
+                env={k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)} | env,
                 pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -253,8 +255,9 @@ class Parent:
 class ParentPool:
     """Parents by environment and variables, started when first asked for and reused."""
 
-    def __init__(self, logs: Path, preload_timeout: float) -> None:
+    def __init__(self, logs: Path, preload_timeout: float, preload: bool = True) -> None:
         self.logs = logs
+        self.preload = preload
         self.preload_timeout = preload_timeout
         self._parents: dict[tuple[str, tuple[tuple[str, str], ...]], Parent] = {}
         self._lock = threading.Lock()
@@ -273,7 +276,7 @@ class ParentPool:
                 parent = None
             if parent is None:
                 self._started += 1
-                parent = Parent(python, env, self.logs / f"parent-{self._started}.log")
+                parent = Parent(python, env, self.logs / f"parent-{self._started}.log", self.preload)
                 self._parents[key] = parent
             return parent
 

@@ -9,7 +9,7 @@ from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.errors import RowsError
 from kvmatrix.expectations import is_problem
-from kvmatrix.records import AnyRow, EndRow, ProbeRow, RunRow, last_attempts, read_rows
+from kvmatrix.records import EXECUTED, AnyRow, EndRow, ProbeRow, RunRow, last_attempts, read_rows
 
 
 def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> Iterator[tuple[Path, list[AnyRow]]]:
@@ -18,6 +18,8 @@ def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> I
     Damaged files are passed over, or with ``strict`` raise RowsError.
     """
     for path in sorted(home.glob("runs/*/rows.jsonl"), reverse=True):
+        if path.stat().st_size == 0:
+            continue  # ended before its first row
         try:
             rows = read_rows(path)
         except RowsError:
@@ -30,18 +32,20 @@ def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> I
 
 
 def conformance_of(cell: Cell, arm: Arm, home: Path) -> list[ProbeRow]:
-    """The newest probe rows of ``cell`` with ``arm``'s very files on this machine; empty when there are none."""
+    """The newest probe rows of ``cell`` with ``arm``'s very files on this machine; empty when it was never run."""
     for _, rows in newest_runs(home):
         found = [
             r
             for r in last_attempts(rows)
-            if r.cell == cell.model_dump() and r.patch_sha256 == arm.patch_sha256 and r.imported == arm.expected
+            if r.cell == cell.model_dump()
+            and r.patch_sha256 == arm.patch_sha256
+            and r.imported in ({}, arm.expected)  # empty: the probe did not run
         ]
-        if found:
+        if any(r.status != "NOT_RUN" for r in found):
             return found
     return []
 
 
-def is_qualified(rows: list[ProbeRow]) -> bool:
-    """Every probe ran, and every one is as expected."""
-    return bool(rows) and all(r.status in ("PASS", "FAIL") and not is_problem(r) for r in rows)
+def is_qualified(rows: list[ProbeRow], probes: list[str]) -> bool:
+    """Each of ``probes`` has a row, every one ran, and every one is as expected."""
+    return {r.probe for r in rows} >= set(probes) and all(r.status in EXECUTED and not is_problem(r) for r in rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvmatrix import judge
+from kvmatrix import facts, judge
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.config import Matrix
@@ -73,11 +73,7 @@ def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
     """Names of the probes (LLM) or cases (scheduler) of a cell, in the order in which they run."""
     if cell.tier == "llm":
         return list(matrix.llm.probes)
-    return [_case_name(p, tail) for p in matrix.scheduler.prefixes for tail in (True, False)]
-
-
-def _case_name(prefix: int, tail: bool) -> str:
-    return f"prefix{prefix}-tail-{'present' if tail else 'absent'}"
+    return [case["name"] for case in scheduler_cases(matrix)]
 
 
 def probe_id(cell: Cell, probe: str) -> str:
@@ -87,17 +83,17 @@ def probe_id(cell: Cell, probe: str) -> str:
 def scheduler_cases(matrix: Matrix) -> list[dict[str, Any]]:
     """The lookup cases; the "tail" is the chunked group's last whole block of the prompt."""
     s = matrix.scheduler
-    tail = s.prompt // s.block - 1
     return [
         {
-            "name": _case_name(prefix, present),
+            "name": f"prompt{case.prompt}-prefix{prefix}-tail-{'present' if present else 'absent'}",
             "block": s.block,
             "chunks": [None, s.chunk],
-            "prompt": s.prompt,
+            "prompt": case.prompt,
             "prefix": prefix,
-            "absent": [] if present else [[1, tail]],
+            "absent": [] if present else [[1, case.prompt // s.block - 1]],
         }
-        for prefix in s.prefixes
+        for case in s.cases
+        for prefix in case.prefixes
         for present in (True, False)
     ]
 
@@ -278,7 +274,7 @@ class CellRun:
             attempt=attempt,
             status=verdict.status,
             expected=expected_status(entry, verdict.status, verdict.reason),
-            reason=verdict.reason,
+            reason=facts.without_paths(verdict.reason),
             expectation=entry.why if entry else "",
             patch_sha256=self.arm.patch_sha256,
             requested=judge.requested(self.cell) if self.cell.tier == "llm" else {},
@@ -296,13 +292,16 @@ class CellRun:
             if name not in reported:
                 reason = outcome.reason or "not-run: the cell ended without it"
                 outcome.probes.append(self._row(name, judge.Verdict(status, reason), attempt))
+        if outcome.status in ("CRASH", "TIMEOUT") and reported >= set(probe_names(self.cell, self.ctx.matrix)):
+            # It answered everything and then went wrong: no probe's row would show that.
+            outcome.probes.append(self._row("shutdown", judge.Verdict(outcome.status, outcome.reason), attempt))
         self.ctx.writer.write(
             CellRow(
                 run=self.ctx.run,
                 id=self.cell.id,
                 attempt=attempt,
                 status=outcome.status,
-                reason=outcome.reason,
+                reason=facts.without_paths(outcome.reason),
                 isolation="fork",
                 seconds=round(seconds, 3),
                 max_rss_kib=outcome.max_rss_kib,

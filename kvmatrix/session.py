@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from kvmatrix.cells import Cell, Selection, plan_cells, selected_pins
 from kvmatrix.config import Project
 from kvmatrix.errors import DeviceError, ExitCode
 from kvmatrix.expectations import Expectations
+from kvmatrix.forkserver import NEVER_PRELOADED
 from kvmatrix.processes import ParentPool
 from kvmatrix.progress import RichProgress
 from kvmatrix.records import EndRow, ProbeRow, RowWriter, RunRow, new_run_id, utc_now
@@ -49,6 +50,10 @@ class Session:
     @property
     def arm_names(self) -> list[str]:
         return ["stock", *self.folders]
+
+    def arms_on(self, pin: str) -> list[str]:
+        """The arms that ``pin`` has: a stranger's diff need not apply to each."""
+        return [a for a in self.arm_names if pin in self._pins_of_diff.get(a, (pin,))]
 
     @property
     def rows_file(self) -> Path:
@@ -111,6 +116,7 @@ class Session:
             built = arms_module.build_arms(folders, pin.version, env.site_packages, self.project.home / "overlays")
             ready_arms |= {(pin.version, a.name): a for a in built}
         run_facts = facts.run_facts(self.argv)
+        expectations = Expectations.load(self.project.root / "conformance" / "expectations")
         writer = RowWriter(self.rows_file)
         self.ctx = Context(
             matrix=matrix,
@@ -119,9 +125,9 @@ class Session:
             home=self.project.home,
             envs=ready,
             arms=ready_arms,
-            expectations=Expectations.load(self.project.root / "conformance" / "expectations"),
+            expectations=expectations,
             writer=writer,
-            pool=ParentPool(self.folder / "logs", matrix.budgets.preload_timeout_s),
+            pool=ParentPool(self.folder / "logs", matrix.budgets.preload_timeout_s, _can_preload(ready_arms.values())),
             compiler_reason=run_facts["compiler"]["reason"],
             root=self.project.root,
         )
@@ -165,6 +171,11 @@ class Session:
         self.ctx.writer.close()
 
 
+def _can_preload(arms: Iterable[Arm]) -> bool:
+    """Whether a parent may import vLLM for all cells: not where an arm replaces a file that it would import."""
+    return all(module == NEVER_PRELOADED for arm in arms for module in arm.expected)
+
+
 def _is_diff(patch: str) -> bool:
     return patch.endswith((".diff", ".patch")) or "/" in patch
 
@@ -189,12 +200,13 @@ def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
 
 
 def _refused_by_patch(rows: Sequence[ProbeRow]) -> bool:
-    """Whether a patched arm is UNSUPPORTED where stock ran: then it is the patch that took something away."""
+    """Whether a patched arm is refused, crashes or hangs where stock ran: then it is the patch that broke it."""
     from kvmatrix.cells import STOCK
     from kvmatrix.records import EXECUTED, place
 
     ran = {place(r) for r in rows if r.cell["arm"] == STOCK and r.status in EXECUTED}
-    return any(r.status == "UNSUPPORTED" and place(r) in ran for r in rows)
+    broken = ("UNSUPPORTED", "CRASH", "TIMEOUT")
+    return any(r.status in broken and r.cell["arm"] != STOCK and place(r) in ran for r in rows)
 
 
 def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class WorkloadRunner:
             "cold_seconds": cold.seconds,
             "seconds": measured.seconds,
             "output_tokens": len(measured.token_ids),
+            "meant_output_tokens": self.geometry["new_tokens"],
+            "reusable_tokens": (len(prompt) - 1) // self.geometry["block"] * self.geometry["block"] - prefix,
             "device_hit_tokens": measured.counters["device_hit_tokens"],
             "external_hit_tokens": measured.counters["external_hit_tokens"],
             "cold_hit_tokens": cold.cached_tokens,

@@ -158,6 +158,12 @@ def test_the_exit_code_of_rows(make_row: Callable[..., ProbeRow]) -> None:
     assert exit_code([make_row(status="INFRA"), make_row(status="FAIL")]) is ExitCode.UNEXPECTED
 
 
+def test_what_ran_instead_of_what_was_asked_for_is_a_problem(make_row: Callable[..., ProbeRow]) -> None:
+    row = make_row(status="UNSUPPORTED", reason="not-honoured: backend TRITON_ATTN was asked for, vLLM runs CPU_ATTN")
+    assert is_problem(row)
+    assert not is_problem(make_row(status="UNSUPPORTED", reason="no-compiler: no C++ compiler (g++) is installed"))
+
+
 def test_a_run_without_a_result_is_not_a_pass(make_row: Callable[..., ProbeRow]) -> None:
     assert exit_code([]) is ExitCode.NOTHING_RAN
     assert exit_code([make_row(status="UNSUPPORTED"), make_row(status="NOT_RUN")]) is ExitCode.NOTHING_RAN

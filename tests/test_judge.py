@@ -207,8 +207,10 @@ def test_a_misaligned_case_may_decline(case: Callable[..., dict[str, Any]], arm:
         ({"leaked_cpu_pins": 1}, "FAIL", "leaked: "),
         ({"leaked_device_refs": 1}, "FAIL", "leaked: "),
         ({"pending_hits": 1}, "FAIL", "leaked: "),
-        ({"external_tokens": 0}, "FAIL", "lost-reuse: "),
-        ({"prefix": 0, "external_tokens": 0, "ideal_tokens": 80}, "FAIL", "lost-reuse: "),
+        ({"external_tokens": 0, "is_async": False}, "FAIL", "lost-reuse: "),
+        ({"prefix": 0, "external_tokens": 0, "is_async": False, "ideal_tokens": 80}, "FAIL", "lost-reuse: "),
+        ({"external_tokens": 0}, "FAIL", "contract: "),
+        ({"is_async": False}, "FAIL", "contract: "),
     ],
 )
 def test_a_case_that_is_not(

@@ -353,11 +353,11 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
         {
             "type": "case",
             **case,
-            "external_tokens": 64 if case["prefix"] == 16 else 16,
-            "ideal_tokens": 64 if case["prefix"] == 16 else 16,
+            "external_tokens": 64 if case["prefix"] in (16, 144) else 16,
+            "ideal_tokens": 64 if case["prefix"] in (16, 144) else 16,
             "is_async": True,
             "loaded_blocks": 5,
-            "missing": [[], [4]] if case["prefix"] == 16 else [[], []],
+            "missing": [[], [4]] if case["prefix"] in (16, 144) else [[], []],
             "leaked_cpu_pins": 0,
             "leaked_device_refs": 0,
             "pending_hits": 0,
@@ -367,7 +367,9 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     ]
     rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
     assert [r.probe for r in rows] == [c["name"] for c in cases]
-    assert {r.probe: r.status for r in rows if r.status == "FAIL"}.keys() == {"prefix16-tail-present", "prefix16-tail-absent"}
+    assert {r.probe for r in rows if r.status == "FAIL"} == {
+        f"{place}-tail-{tail}" for place in ("prompt81-prefix16", "prompt213-prefix144") for tail in ("present", "absent")
+    }
     assert not any(map(is_problem, rows))
     assert ctx.pool.sent[0]["kind"] == "scheduler"
     assert ctx.pool.sent[0]["env"]["KVMATRIX_OVERLAY"] == "stock.json"

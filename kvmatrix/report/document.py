@@ -30,6 +30,8 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
         return f"NOT QUALIFIED: the patch fails {len(failing)} probes, though expected to, first {failing[0].id}. {counted}."
     if not passed or not reproduced:
         return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
+    if not any(r.cell["tier"] == "llm" and r.status == "PASS" for r in own):
+        return f"INCOMPLETE: only the lookup was run, no engine. {counted}."
     right = {place(r) for r in own if r.status == "PASS"}
     if open_ := [r for r in stock if r.status in EXECUTED and place(r) not in right]:
         return f"INCOMPLETE: the patch did not run where stock did, first {open_[0].id}. {counted}."
@@ -141,12 +143,25 @@ def newest_pair(home: Path) -> tuple[Path, list[AnyRow], tuple[Path, list[AnyRow
     Raises:
         NothingRanError: there is none.
     """
-    found = next(newest_runs(home, "conformance", strict=True), None)
+    found = next((f for f in newest_runs(home, "conformance", strict=True) if is_whole(f[1])), None)
     if found is None:
         raise NothingRanError("no finished conformance run on this machine: run `nox -s conformance` first")
     path, rows = found
-    perf = next(((p, r) for p, r in newest_runs(home, "perf", strict=True) if r[0].run > rows[0].run), None)
+    later = (f for f in newest_runs(home, "perf", strict=True) if f[1][0].run > rows[0].run and is_whole(f[1]))
+    perf = next((f for f in later if _pins(f[1]) <= _pins(rows)), None)
     return path, rows, perf
+
+
+def is_whole(rows: list[AnyRow]) -> bool:
+    """Whether a run came to a result: not one that was interrupted, or that says nothing."""
+    end = rows[-1]
+    return isinstance(end, EndRow) and end.exit_code in (0, 1)
+
+
+def _pins(rows: list[AnyRow]) -> set[str]:
+    run = rows[0]
+    assert isinstance(run, RunRow)
+    return set(run.facts.get("pins", {}))
 
 
 def publish(home: Path, results: Path) -> list[Path]:
