@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -20,7 +19,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvmatrix.cells import STOCK
+from kvmatrix.config import Strict
 from kvmatrix.errors import InstallChangedError, PatchError, UsageError
+from kvmatrix.git import git
 
 Sha256 = Field(pattern="^[0-9a-f]{64}$")
 _FORBIDDEN = {
@@ -29,10 +30,6 @@ _FORBIDDEN = {
     r"^(rename|copy) (from|to) ": "renames or copies",
     r"^(new|deleted) file mode ": "added or removed files",
 }
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class PatchedFile(Strict):
@@ -229,25 +226,7 @@ def apply_patch(text: bytes, files: tuple[PatchedFile, ...], site_packages: Path
         copy = work / file.path
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(site_packages / file.path, copy)
-    # A repository around `work` would make git read the paths as its own and skip them silently; the user's settings
-    # could change line ends and white space.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    env |= {"GIT_CEILING_DIRECTORIES": str(work.resolve().parent), "LC_ALL": "C"}
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
-    try:
-        done = subprocess.run(
-            ["git", "-c", f"core.attributesFile={os.devnull}", "apply", "-p1", "--whitespace=nowarn", "-"],
-            cwd=work,
-            env=env,
-            input=text,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise PatchError("git is not installed: it is needed to apply a patch") from None
-    except subprocess.TimeoutExpired:
-        raise PatchError(f"{shown}: git did not apply it within 60 s") from None
+    done = git(["apply", "-p1", "--whitespace=nowarn", "-"], work, text)
     if done.returncode:
         reason = " ".join(done.stderr.decode(errors="replace").split())
         raise PatchError(f"{shown} does not apply: {reason}")

@@ -34,7 +34,7 @@ def run_facts(argv: list[str]) -> dict[str, Any]:
         "kvmatrix": kvmatrix.__version__,
         "machine": machine_facts(),
         "compiler": compiler_facts(),
-        "git": _git_version(),
+        "git": first_line(["git", "--version"]),
         "variables": {n: without_folders(os.environ[n]) for n in RELEVANT_VARIABLES if n in os.environ},
         "arguments": [without_folders(a) for a in argv],
     }
@@ -60,10 +60,6 @@ def first_line(command: list[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return next(iter(done.stdout.splitlines()), None)
-
-
-def _git_version() -> str | None:
-    return first_line(["git", "--version"])
 
 
 def _cpu_model() -> str:

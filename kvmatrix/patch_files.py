@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 import tempfile
 import tomllib
 import unicodedata
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from pydantic import ValidationError
 from kvmatrix.arms import Patch, PatchedFile, apply_patch
 from kvmatrix.cells import STOCK
 from kvmatrix.errors import PatchError, UsageError, one_line
+from kvmatrix.git import git
 
 PATCH_TOML = "patch.toml"
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,59}")
 _FUNCTION_CONTEXT = re.compile(rb"^(@@ -\S+ \+\S+ @@).*$", re.MULTILINE)
-_GIT_TIMEOUT_S = 60
 _LONG_TEXT = 100
 """Characters from which on a text of ``patch.toml`` gets lines of its own."""
 _UNCOMPILABLE = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
@@ -126,25 +125,6 @@ def patch_text(before: Files, after: Files) -> bytes:
     if done.returncode != 1:
         raise PatchError(f"git cannot diff the files: {one_line(Exception(done.stderr.decode(errors='replace')))}")
     return _FUNCTION_CONTEXT.sub(rb"\1", done.stdout)
-
-
-def git(arguments: Sequence[str], work: Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Run git in ``work``, apart from any repository around it and from the user's settings and attributes.
-
-    Raises:
-        PatchError: there is no git, or it takes too long.
-    """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    env |= {"GIT_CEILING_DIRECTORIES": str(work.resolve().parent), "LC_ALL": "C"}
-    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
-    settings = {"core.attributesFile": os.devnull, "core.abbrev": "7", "core.quotePath": "false"}
-    command = ["git", *(part for key, value in settings.items() for part in ("-c", f"{key}={value}")), *arguments]
-    try:
-        return subprocess.run(command, cwd=work, env=env, input=stdin, capture_output=True, timeout=_GIT_TIMEOUT_S, check=False)
-    except FileNotFoundError:
-        raise PatchError("git is not installed: it is needed to make and apply patches") from None
-    except subprocess.TimeoutExpired:
-        raise PatchError(f"git {arguments[0]} did not end within {_GIT_TIMEOUT_S} s") from None
 
 
 # --- patch.toml -------------------------------------------------------------------------------------------------------

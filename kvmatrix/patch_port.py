@@ -17,19 +17,8 @@ from typing import Literal
 from kvmatrix.arms import PinPatch, load_patch, read_patch_text
 from kvmatrix.diffs import FileChange, Hunk, package_changes, parse_diff, render
 from kvmatrix.errors import InstallChangedError, PatchError, UsageError, one_line
-from kvmatrix.patch_files import (
-    PATCH_TOML,
-    Files,
-    apply,
-    compile_error,
-    git,
-    hashed,
-    patch_text,
-    read_all,
-    save,
-    sha256,
-    write_all,
-)
+from kvmatrix.git import git
+from kvmatrix.patch_files import PATCH_TOML, Files, apply, compile_error, hashed, patch_text, read_all, save, sha256, write_all
 
 Method = Literal["apply", "merge"]
 

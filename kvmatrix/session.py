@@ -13,14 +13,14 @@ from rich.console import Console
 from kvmatrix import arms as arms_module
 from kvmatrix import diffs, envs, facts, patch_tools
 from kvmatrix.arms import Arm
-from kvmatrix.cells import Cell, Selection, plan_cells, selected_pins
+from kvmatrix.cells import STOCK, Cell, Selection, plan_cells, selected_pins
 from kvmatrix.config import Project
 from kvmatrix.errors import DeviceError, ExitCode
-from kvmatrix.expectations import Expectations
+from kvmatrix.expectations import Expectations, is_problem
 from kvmatrix.forkserver import NEVER_PRELOADED
 from kvmatrix.processes import ParentPool
 from kvmatrix.progress import RichProgress
-from kvmatrix.records import EndRow, ProbeRow, RowWriter, RunRow, new_run_id, utc_now
+from kvmatrix.records import EXECUTED, EndRow, ProbeRow, RowWriter, RunRow, new_run_id, place, utc_now
 from kvmatrix.runner import Context, probe_id, probe_names, run_cells
 
 Suite = Literal["conformance", "perf"]
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def arm_names(self) -> list[str]:
-        return ["stock", *self.folders]
+        return [STOCK, *self.folders]
 
     def arms_on(self, pin: str) -> list[str]:
         """The arms that ``pin`` has: a stranger's diff need not apply to each."""
@@ -186,9 +186,6 @@ def planned_ids(cells: Sequence[Cell], project: Project) -> list[str]:
 
 def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
     """The run's exit code from its rows; ``stale`` is the number of expectations that no row needed."""
-    from kvmatrix.expectations import is_problem
-    from kvmatrix.records import EXECUTED
-
     problems = [r for r in rows if is_problem(r)]
     if any(r.status in EXECUTED for r in problems) or stale or _refused_by_patch(rows):
         return ExitCode.UNEXPECTED
@@ -201,9 +198,6 @@ def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
 
 def _refused_by_patch(rows: Sequence[ProbeRow]) -> bool:
     """Whether a patched arm is refused, crashes or hangs where stock ran: then it is the patch that broke it."""
-    from kvmatrix.cells import STOCK
-    from kvmatrix.records import EXECUTED, place
-
     ran = {place(r) for r in rows if r.cell["arm"] == STOCK and r.status in EXECUTED}
     broken = ("UNSUPPORTED", "CRASH", "TIMEOUT")
     return any(r.status in broken and r.cell["arm"] != STOCK and place(r) in ran for r in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -219,6 +220,4 @@ def harness_perf(rows: Sequence[PerfRow]) -> str:
 
 
 def _median(values: Sequence[float]) -> float:
-    import statistics
-
     return float(statistics.median(values))
