@@ -23,6 +23,8 @@ from kvmatrix.config import Strict
 from kvmatrix.errors import InstallChangedError, PatchError, UsageError
 from kvmatrix.git import git
 
+LOOKUP = "vllm/v1/simple_kv_offload/manager.py"
+"""Where the lookup is that this project is about: every arm loads this file through its overlay."""
 Sha256 = Field(pattern="^[0-9a-f]{64}$")
 _FORBIDDEN = {
     r"^(old|new|new file|deleted file) mode 120000|^index \S+ 120000": "links",
@@ -135,6 +137,8 @@ def build_arms(folders: Mapping[str, Path], pin: str, site_packages: Path, overl
             raise UsageError(f"patch {name!r} has no file for pin {pin}: it has {', '.join(patch.pins)}")
         loaded[name] = patch.pins[pin]
     files = {f.path: f for p in loaded.values() for f in p.files}
+    if not files:  # stock alone, too, says which lookup it ran
+        files[LOOKUP] = _as_installed(site_packages, pin)
     for file in files.values():
         _check_installed(site_packages, file, pin)
     arms = [_stock(pin, list(files.values()), site_packages, overlays)]
@@ -145,6 +149,14 @@ def build_arms(folders: Mapping[str, Path], pin: str, site_packages: Path, overl
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _as_installed(site_packages: Path, pin: str) -> PatchedFile:
+    try:
+        digest = _sha256(site_packages / LOOKUP)
+    except OSError:
+        raise InstallChangedError(f"vLLM {pin} has no {LOOKUP}: there is no lookup of this connector to qualify") from None
+    return PatchedFile(path=LOOKUP, pre_sha256=digest, post_sha256=digest)
 
 
 def _check_installed(site_packages: Path, file: PatchedFile, pin: str) -> None:

@@ -12,6 +12,8 @@ from kvmatrix.config import Geometry, Matrix, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
+ALL = "all"
+"""In place of a pin's version: every pin of the device that is not extended."""
 DEFAULTS = {"dtype": "float32", "offload": "eager"}
 """Axis values that an id leaves out."""
 
@@ -98,8 +100,16 @@ def check_selection(matrix: Matrix, selection: Selection) -> None:
 
 
 def selected_pins(matrix: Matrix, selection: Selection) -> list[Pin]:
+    """The pins of a selection: the default one, the named ones, or with ``all`` every one that is not extended.
+
+    Raises:
+        UsageError, DeviceError: see :meth:`kvmatrix.config.Matrix.pin`.
+    """
     device = selection.device or matrix.defaults.device
     versions = selection.pins or (matrix.defaults.pin,)
+    if ALL in versions:
+        every = tuple(p.version for p in matrix.pins if p.device == device and not p.extended)
+        versions = tuple(dict.fromkeys([*every, *(v for v in versions if v != ALL)]))
     return [matrix.pin(v, device) for v in versions]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -13,14 +14,14 @@ import pytest
 from rich.console import Console
 
 import kvmatrix
-from kvmatrix import doctor, envs, locks, patch_files, patch_port, patch_tools
+from kvmatrix import doctor, envs, locks, patch_files, patch_port, patch_tools, pin_add, pin_status
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
 from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
-from kvmatrix.records import last_attempts
+from kvmatrix.records import RunRow, last_attempts
 from kvmatrix.report import document
 from kvmatrix.session import Session
 
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 def _add_axes(parser: argparse.ArgumentParser) -> None:
     """Options that keep a part of the matrix; each may be given several times."""
     axes = parser.add_argument_group("keep only these cells of matrix.toml (each may be repeated)")
-    axes.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0")
+    axes.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0, or all")
     axes.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
     axes.add_argument(
         "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
@@ -89,6 +90,7 @@ def build_parser() -> Parser:
     env.add_argument("action", choices=["list", "build", "remove"])
     env.add_argument("name", nargs="?", default="", help="environment to remove, as `env list` shows it")
     _add_patch_commands(commands.add_parser("patch", help="make, check or port a patch under patches/"))
+    _add_pin_commands(commands.add_parser("pin", help="add a vLLM release to the matrix, or say what is known about each"))
     lock = commands.add_parser("lock", help="resolve a pin's requirements lock again (needs uv)")
     lock.add_argument("version", help="the pin's vLLM release")
     lock.add_argument("--device", default="host")
@@ -113,6 +115,16 @@ def _add_patch_commands(parser: argparse.ArgumentParser) -> None:
     refresh.add_argument("--force", action="store_true", help="replace what the patch has for the target")
 
 
+def _add_pin_commands(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    add = actions.add_parser("add", help="lock a release, port the patches to it, run it where this machine can (needs uv)")
+    add.add_argument("version", help="vLLM release, such as 0.32.0")
+    add.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm; default: the matrix's")
+    add.add_argument("--extensions-of", default="", metavar="PIN", help="mixed build: its Python files over a pin's extensions")
+    status = actions.add_parser("status", help="whether each pin shows the fault, by its newest rows")
+    status.add_argument("--json", action="store_true", help="for programs")
+
+
 def _pytest_args(project: Project, suite: str, args: argparse.Namespace) -> list[str]:
     chosen = [str(project.root / suite), f"--rootdir={project.root}", "-p", "no:cacheprovider", "-q"]
     chosen += ["-o", "filterwarnings=default"]  # a warning of some library says nothing about the patch
@@ -133,7 +145,8 @@ def run_conformance(project: Project, args: argparse.Namespace, argv: list[str])
         plugin.finish()
     rows = list(plugin.rows.values())
     if rows:
-        print("\n" + document.conformance_summary(rows) + "\n")
+        mixed = [envs.mixed_sentence(e) for e in session.ctx.envs.values() if e.base] if session.ctx else []
+        print("\n" + document.conformance_summary(rows, mixed) + "\n")
     for entry in plugin.stale:
         _say(f"expectation of {entry.status} for {entry.probe or 'any probe'} ({entry.why}) matches no row: remove it")
     return _ended(plugin.error, plugin.exit_code, status, session)
@@ -164,7 +177,9 @@ def _print_conformance_beside(project: Project, pin: str) -> None:
     for _, rows in newest_runs(project.home, "conformance"):
         of_pin = [r for r in last_attempts(rows) if r.cell["pin"] == pin]
         if of_pin and document.is_whole(rows):
-            print(f"Conformance run {rows[0].run}\n\n{document.conformance_summary(of_pin)}\n")
+            assert isinstance(rows[0], RunRow)
+            mixed = document.mixed_builds(rows[0], of_pin)
+            print(f"Conformance run {rows[0].run}\n\n{document.conformance_summary(of_pin, mixed)}\n")
             return
 
 
@@ -202,7 +217,7 @@ def _ended(error: KvmatrixError | None, code: ExitCode, status: int, session: Se
 
 def run_cells_list(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     selection = _selection(args)
-    cells = Session(project, selection, "conformance", Console(stderr=True), argv).plan()
+    cells = Session(project, selection, "conformance", Console(stderr=True), argv).plan(build=False)
     for cell in cells:
         print(cell.id)
     _say(f"{len(cells)} cells")
@@ -231,7 +246,7 @@ def run_doctor(project: Project, args: argparse.Namespace, argv: list[str]) -> i
 def run_env(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     if args.action == "list":
         for entry in envs.list_envs(project):
-            print(entry.name if entry.complete else f"{entry.name} (cut off: will be built again)")
+            print(f"{entry.name} ({entry.note})" if entry.note else entry.name)
     elif args.action == "remove":
         if not args.name:
             raise UsageError("env remove needs a name; `kvmatrix env list` shows them")
@@ -304,6 +319,17 @@ def run_lock(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     return ExitCode.OK
 
 
+def run_pin(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    if args.action == "status":
+        found = pin_status.statuses(project)
+        print(json.dumps(pin_status.as_json(found), indent=2) if args.json else pin_status.table(found))
+        return ExitCode.OK
+    device = args.device or project.matrix.defaults.device
+    added = pin_add.add(project, args.version, device, args.extensions_of, _say, Console(stderr=True))
+    print(added.summary())
+    return ExitCode.OK
+
+
 COMMANDS: dict[str, Callable[[Project, argparse.Namespace, list[str]], int]] = {
     "conformance": run_conformance,
     "perf": run_perf,
@@ -313,6 +339,7 @@ COMMANDS: dict[str, Callable[[Project, argparse.Namespace, list[str]], int]] = {
     "env": run_env,
     "lock": run_lock,
     "patch": run_patch,
+    "pin": run_pin,
 }
 
 

@@ -14,12 +14,23 @@ from kvmatrix.errors import DeviceError, UsageError
 
 DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
-ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Mixed(Strict):
+    """A build that nobody ships: a release's Python files over the extensions of another release (see ``kvmatrix.mixed``)."""
+
+    distribution: str
+    """Distribution whose wheel of the pin's version gives the Python files."""
+    wheel_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of that wheel's file."""
+    base: str
+    """Version of the pin, of the same device, whose environment runs it and whose extensions it uses."""
 
 
 class Pin(Strict):
@@ -28,13 +39,22 @@ class Pin(Strict):
     version: str
     device: DeviceKind
     distribution: str
-    """Name of the distribution that installs ``vllm`` for this device."""
+    """Name of the distribution that installs ``vllm`` for this device; of a mixed build, its base's."""
     lock: str
     """Requirements lock, relative to the project's root."""
     torch: str
     backends: tuple[str, ...]
     min_new_tokens: PositiveInt = 1
     """Tokens that a request must generate before its blocks are stored."""
+    extended: bool = False
+    """Run only when it is named: its environment has a torch of its own, of 8 GB or so where that is a CUDA build."""
+    mixed: Mixed | None = None
+    """Set where the release has no build for this device: what it is put together from. Lock and torch are its base's."""
+
+    @property
+    def base(self) -> Pin:
+        """The pin whose environment runs this one: itself, or of a mixed build its base, as far as an environment goes."""
+        return self.model_copy(update={"version": self.mixed.base, "mixed": None}) if self.mixed else self
 
 
 class Geometry(Strict):
@@ -79,10 +99,35 @@ class LookupCases(Strict):
     prefixes: tuple[int, ...]
 
 
+class Shape(Strict):
+    """Groups of a sweep: one full-attention group and one for each of ``chunks``; sizes in tokens."""
+
+    block: PositiveInt
+    hash_block: PositiveInt
+    """Tokens that a block hash covers, a divisor of ``block``."""
+    chunks: tuple[PositiveInt, ...] = Field(min_length=1)
+    periods: PositiveInt
+    """The longest prompt, in largest chunks."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Shape:
+        if self.block % self.hash_block or any(c % self.block for c in self.chunks):
+            raise ValueError(f"hash_block {self.hash_block} must divide block {self.block}, and block each of {self.chunks}")
+        return self
+
+
+class Sweep(Strict):
+    """Every mixed hit of some shapes, with each kind of residency."""
+
+    name: str = Field(pattern=r"^[a-z0-9-]+$")
+    shapes: tuple[Shape, ...] = Field(min_length=1)
+
+
 class Scheduler(Strict):
     block: PositiveInt
     chunk: PositiveInt
     cases: tuple[LookupCases, ...]
+    sweeps: tuple[Sweep, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Scheduler:
@@ -91,6 +136,8 @@ class Scheduler(Strict):
                 raise ValueError(f"prefixes must be multiples of block {self.block} below prompt {case.prompt}")
         if self.chunk % self.block:
             raise ValueError(f"chunk {self.chunk} must be a multiple of block {self.block}")
+        if len({s.name for s in self.sweeps}) != len(self.sweeps):
+            raise ValueError("two sweeps have the same name")
         return self
 
 
@@ -162,6 +209,23 @@ class Matrix(Strict):
         keys = [(p.version, p.device) for p in self.pins]
         if len(set(keys)) != len(keys):
             raise ValueError("two pins have the same version and device")
+        return self
+
+    @model_validator(mode="after")
+    def _no_default_is_extended(self) -> Matrix:
+        if any(p.extended and (p.version, p.device) == (self.defaults.pin, self.defaults.device) for p in self.pins):
+            raise ValueError(f"default pin {self.defaults.pin} is extended: such a pin runs only when it is named")
+        return self
+
+    @model_validator(mode="after")
+    def _mixed_pins_have_their_base(self) -> Matrix:
+        for pin in (p for p in self.pins if p.mixed):
+            base = next((p for p in self.pins if (p.version, p.device) == (pin.base.version, pin.device)), None)
+            if base is None or base.mixed:
+                raise ValueError(f"mixed pin {pin.version}: its base {pin.base.version} is no pin of {pin.device} of its own")
+            for name in ("lock", "distribution", "torch"):
+                if getattr(pin, name) != getattr(base, name):
+                    raise ValueError(f"mixed pin {pin.version}: its {name} must be the one of its base {base.version}")
         return self
 
     @model_validator(mode="after")

@@ -71,10 +71,11 @@ def _pin_rows(project: Project, pin: Pin) -> list[list[str]]:
 
 def _env_state(project: Project, pin: Pin) -> str:
     name = envs.env_name(pin, project.root)
+    of = f" (mixed build: Python files of {pin.version}, extensions of {pin.base.version})" if pin.mixed else ""
     if not any(e.name == name and e.complete for e in envs.list_envs(project)):
-        return "environment will be built on the first run"
+        return f"environment{of} will be built on the first run"
     try:
         envs.verify_install(envs.ensure(project, pin, lambda _: None))
     except KvmatrixError as e:
-        return f"environment is damaged: {one_line(e)}"
-    return "environment is built and unchanged"
+        return f"environment{of} is damaged: {one_line(e)}"
+    return f"environment{of} is built and unchanged"

@@ -6,6 +6,7 @@ Runs inside a cell's child process. States are reached by generation and cache-r
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ COUNTERS = {
     "loaded_blocks": ("vllm:simple_kv_offload_load_blocks", ""),
     "preemptions": ("vllm:num_preemptions", ""),
 }
+RECOMPUTED = ("vllm:prompt_tokens_recomputed", "")
+"""vLLM 0.19.1 takes a prompt whose every token but the last is cached for one that is cached whole, and counts that last token
+both here and among the device's: a release that has the counter has the token to take off again."""
 DRAIN_TIMEOUT_S = 60.0
 NUDGE_TOKEN = 3
 """A prompt of one token fills no block, so it leaves nothing in any cache."""
@@ -85,6 +89,15 @@ class EngineConfig:
         return kwargs
 
 
+def _totals(metrics: Iterable[Any]) -> dict[tuple[str, str], float]:
+    """Values by name and ``source`` label, summed over all other labels."""
+    totals: dict[tuple[str, str], float] = {}
+    for metric in metrics:
+        key = metric.name.removesuffix("_total"), metric.labels.get("source", "")
+        totals[key] = totals.get(key, 0) + getattr(metric, "value", 0)
+    return totals
+
+
 class Engine:
     """vLLM's offline engine with readers for what it really did."""
 
@@ -114,13 +127,19 @@ class Engine:
     def cpu_resident_tokens(self, prompt: list[int]) -> int:
         return int(self._core_call("kvmatrix_cpu_resident", prompt))
 
+    def cpu_blocks(self, prompt: list[int]) -> list[list[bool]]:
+        """``[group][whole block of the prompt]``: does the CPU tier hold it."""
+        return [list(group) for group in self._core_call("kvmatrix_cpu_blocks", prompt)]
+
+    def cpu_forget(self, prompt: list[int], first: int, last: int) -> None:
+        """Make the CPU tier lose the prompt's blocks ``first`` to ``last - 1`` of every group."""
+        self._core_call("kvmatrix_cpu_forget", prompt, first, last)
+
     def counters(self) -> dict[str, int]:
         """vLLM's own Prometheus counters, summed over labels, by the names of ``COUNTERS``."""
-        totals: dict[tuple[str, str], float] = {}
-        for metric in self.llm.get_metrics():
-            key = metric.name.removesuffix("_total"), metric.labels.get("source", "")
-            totals[key] = totals.get(key, 0) + getattr(metric, "value", 0)
+        totals = _totals(self.llm.get_metrics())
         counted = {ours: int(totals.get(theirs, 0)) for ours, theirs in COUNTERS.items()}
+        counted["device_hit_tokens"] -= int(totals.get(RECOMPUTED, 0))
         if COUNTERS["loaded_blocks"] not in totals and self.config.offload:
             # Before vLLM 0.30.0 the connector has no counter of its own: take the copy backend's.
             counted["loaded_blocks"] = (self.worker_state()["copied_blocks"] or {}).get("load", 0)

@@ -2,12 +2,14 @@
 
 An environment counts only with its marker file, which is written last: whatever lacks it was cut off and is built
 again. What is installed is read-only for this project; :func:`verify_install` proves that it still is what was shipped.
+
+A mixed pin has no environment of its own: a tree of files (:mod:`kvmatrix.mixed`), built and reused by the same rules, is put
+in front of its base's.
 """
 
 from __future__ import annotations
 
 import base64
-import csv
 import errno
 import fcntl
 import hashlib
@@ -31,7 +33,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from kvmatrix import env_link, installers, locks, system_libs
+from kvmatrix import env_link, installers, locks, mixed, system_libs
 from kvmatrix.config import Pin, Project
 from kvmatrix.errors import DiskError, EnvironmentBuildError, InstallChangedError, UsageError
 
@@ -54,9 +56,12 @@ class PinEnv:
     path: Path
     python: Path
     site_packages: Path
+    """Where vLLM's files are; of a mixed build the tree, which is ``path`` itself."""
     lock_sha256: str
     facts: Mapping[str, Any]
     """From the marker: ``torch``, ``python``, ``installer``, ``seconds``, ``steps``, ``record_sha256``."""
+    base: PinEnv | None = None
+    """Of a mixed build, the environment that runs it and has its extensions."""
 
     @property
     def name(self) -> str:
@@ -65,6 +70,8 @@ class PinEnv:
     @property
     def variables(self) -> dict[str, str]:
         """What its processes must have set, over the caller's own variables."""
+        if self.base is not None:
+            return self.base.variables | {"PYTHONPATH": str(self.site_packages)}
         return system_libs.variables(self.path)
 
 
@@ -77,6 +84,14 @@ class EnvEntry:
     complete: bool
     facts: Mapping[str, Any]
 
+    @property
+    def note(self) -> str:
+        """What a list of environments says behind the name."""
+        base = self.facts.get("base")
+        if self.complete:
+            return f"mixed build over {base}" if base else ""
+        return f"mixed build without its base {base}: that will be built again" if base else "cut off: will be built again"
+
 
 def env_name(pin: Pin, root: Path) -> str:
     """The environment's name: another lock, torch or Python gives another one.
@@ -84,6 +99,8 @@ def env_name(pin: Pin, root: Path) -> str:
     Raises:
         EnvironmentBuildError: the pin's lock is missing.
     """
+    if pin.mixed:
+        return mixed.tree_name(pin, env_name(pin.base, root))
     digest = hashlib.sha256(_read_lock(pin, root))
     digest.update(f"{pin.torch} {sys.version_info[0]}.{sys.version_info[1]}".encode())
     return f"vllm-{pin.version}-{pin.device}-{digest.hexdigest()[:12]}"
@@ -101,6 +118,8 @@ def ensure(project: Project, pin: Pin, progress: Progress = lambda _: None) -> P
 
 
 def _ensure(project: Project, pin: Pin, progress: Progress, framework: str) -> PinEnv:
+    if pin.mixed:
+        return _ensure_mixed(project, pin, progress, _ensure(project, pin.base, progress, framework))
     path = project.home / "envs" / env_name(pin, project.root)
     budget = project.matrix.budgets.install_timeout_s
     with _disk_errors(), _exclusive(path, budget, progress) as lock_fd:
@@ -116,16 +135,36 @@ def _ensure(project: Project, pin: Pin, progress: Progress, framework: str) -> P
     return env
 
 
+def _ensure_mixed(project: Project, pin: Pin, progress: Progress, base: PinEnv) -> PinEnv:
+    """The tree of a mixed pin over its ``base``, which also tells at every use that the build is a mixed one."""
+    path = project.home / "mixed" / mixed.tree_name(pin, base.name)
+    budget = project.matrix.budgets.install_timeout_s
+    with _disk_errors(), _exclusive(path, budget, progress) as lock_fd:
+        env = _load_mixed(path, pin, base)
+        if env is None:
+            _MixedBuild(project, pin, path, "", progress, lock_fd, time.monotonic() + budget, base=base).run()
+            env = _load_mixed(path, pin, base)
+            if env is None:
+                raise EnvironmentBuildError(f"environment {path.name} is not usable right after its build: run again")
+    progress(mixed_sentence(env))
+    return env
+
+
 def list_envs(project: Project) -> tuple[EnvEntry, ...]:
-    """All environments that lie in the project's home, by name, those that were cut off included."""
-    folder = project.home / "envs"
-    found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    markers = [(path, _read_marker(path)) for path in found]
-    return tuple(EnvEntry(p.name, p, m is not None, m["facts"] if m else {}) for p, m in markers)
+    """All environments that lie in the project's home, by name, those that were cut off included; mixed builds as well."""
+    folders = [f for f in (project.home / "envs", project.home / "mixed") if f.is_dir()]
+    markers = {path: _read_marker(path) for folder in folders for path in folder.iterdir() if path.is_dir()}
+    whole = {path.name for path, marker in markers.items() if marker}
+    entries = []
+    for path, marker in sorted(markers.items(), key=lambda item: item[0].name):
+        facts = marker["facts"] if marker else {}
+        complete = path.name in whole and facts.get("base", path.name) in whole
+        entries.append(EnvEntry(path.name, path, complete, facts))
+    return tuple(entries)
 
 
 def remove(project: Project, name: str) -> None:
-    """Delete one environment.
+    """Delete one environment. A mixed build over it stays, and counts again once its base is there again.
 
     Raises:
         UsageError: there is none of that name.
@@ -139,23 +178,37 @@ def remove(project: Project, name: str) -> None:
 
 
 def wheel_sha256(env: PinEnv) -> str:
-    """sha256 of the vLLM wheel that the lock pins for this machine (see :func:`kvmatrix.locks.wheel_sha256`)."""
+    """sha256 of the vLLM wheel that the lock pins for this machine (see :func:`kvmatrix.locks.wheel_sha256`).
+
+    Of a mixed build, those of both wheels, each with what was taken from it.
+    """
+    if env.base is not None and env.pin.mixed:
+        own, lent = env.pin.mixed, env.base
+        python = f"{own.wheel_sha256} (Python files, {own.distribution} {env.pin.version})"
+        return f"{python}, {wheel_sha256(lent)} (extensions, {lent.pin.distribution} {lent.pin.version})"
     return locks.wheel_sha256((env.path / LOCK_COPY).read_text(encoding="utf-8"), env.pin.distribution)
 
 
+def mixed_sentence(env: PinEnv) -> str:
+    """What a mixed build is made of, in one sentence; empty for any other environment."""
+    return mixed.sentence(env.pin, wheel_sha256(env.base)) if env.base is not None else ""
+
+
 def verify_install(env: PinEnv) -> None:
-    """Check every file of the pin's distribution against the sha256 that its wheel recorded.
+    """Check every file of the pin's distribution against the sha256 that its wheel recorded; of a mixed build, its base's too.
 
     Raises:
         InstallChangedError: a file was changed or is missing.
     """
-    record = _distribution(env.site_packages, env.pin.distribution).read_text("RECORD") or ""
+    if env.base is not None:
+        verify_install(env.base)
+    distribution = env.pin.mixed.distribution if env.pin.mixed else env.pin.distribution
+    record = _distribution(env.path, env.site_packages, distribution).read_text("RECORD") or ""
     known = env.facts.get("record_sha256")
     now = hashlib.sha256(record.encode()).hexdigest()
     if known not in (None, now):
-        raise _changed(env, f"{env.pin.distribution}'s RECORD", f"has sha256 {now[:16]}, was {str(known)[:16]}")
-    lines = csv.reader(record.splitlines())
-    rows = [(row[0], row[1].removeprefix("sha256=")) for row in lines if row[1:] and row[1].startswith("sha256=")]
+        raise _changed(env, f"{distribution}'s RECORD", f"has sha256 {now[:16]}, was {str(known)[:16]}")
+    rows = list(mixed.parse_record(record).items())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = list(pool.map(lambda row: _record_digest(env.site_packages / row[0]), rows))
     bad = [(name, was, digest) for (name, was), digest in zip(rows, digests, strict=True) if digest != was]
@@ -219,14 +272,24 @@ def _load(path: Path, pin: Pin, root: Path) -> PinEnv | None:
     return PinEnv(pin, path, python, site_packages, lock_sha256, marker["facts"])
 
 
+def _load_mixed(path: Path, pin: Pin, base: PinEnv) -> PinEnv | None:
+    marker = _read_marker(path)
+    if marker is None:
+        return None
+    facts = marker["facts"]
+    same_base = facts.get("base_record_sha256") == base.facts.get("record_sha256")
+    if not same_base or not all((path / name).is_file() for name in facts.get("extensions", ())):
+        return None
+    return PinEnv(pin, path, base.python, path, base.lock_sha256, facts, base)
+
+
 def _site_packages(path: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(path), "platbase": str(path)}))
 
 
-def _distribution(site_packages: Path, name: str) -> Distribution:
+def _distribution(env: Path, site_packages: Path, name: str) -> Distribution:
     found = next(iter(Distribution.discover(name=name, path=[str(site_packages)])), None)
     if found is None:
-        env = site_packages.parents[2]
         raise InstallChangedError(f"{name} is not installed in environment {env.name}: delete the folder {env}, then run again")
     return found
 
@@ -349,17 +412,12 @@ class _Build:
         Raises:
             EnvironmentBuildError, DiskError, UsageError: see :func:`ensure`.
         """
-        self.tool = installers.choose()
-        self.log = self.project.home / "logs" / f"env-{self.path.name}.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.write_bytes(b"")
+        self._begin()
         lock = _read_lock(self.pin, self.project.root)
         text = lock.decode("utf-8", errors="replace")
         entries = locks.parse(text)
         locks.wheel_sha256(text, self.pin.distribution)
-        if self.path.exists():
-            self.progress(f"environment {self.path.name}: removing what an earlier build left behind")
-            _discard(self.path)
+        self._clear()
         self._step("venv", f"creating it with {self.tool.name}", self.tool.venv(self.path), {})
         (self.path / LOCK_COPY).write_bytes(lock)
         (self.path / CONSTRAINTS).write_text(locks.constraints(entries), encoding="utf-8")
@@ -375,6 +433,17 @@ class _Build:
         self._warm_up()
         shutil.rmtree(self.scratch)
         self._write_marker(lock)
+
+    def _begin(self) -> None:
+        self.tool = installers.choose()
+        self.log = self.project.home / "logs" / f"env-{self.path.name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+
+    def _clear(self) -> None:
+        if self.path.exists():
+            self.progress(f"environment {self.path.name}: removing what an earlier build left behind")
+            _discard(self.path)
 
     def _install_framework(self) -> None:
         requirement = f"{self.framework}=={self.pin.torch}"
@@ -406,7 +475,7 @@ class _Build:
         Much less work than to compile all that is installed. It proves nothing: a failure is for a run to report.
         """
         self.progress(f"environment {self.path.name}: importing vLLM for the first time")
-        environ = self._environ() | {"PYTHONDONTWRITEBYTECODE": ""} | system_libs.variables(self.path)
+        environ = self._environ() | {"PYTHONDONTWRITEBYTECODE": ""} | self.variables
         started = time.monotonic()
         deadline = min(self.deadline, started + self.project.matrix.budgets.preload_timeout_s)
         command = [str(self.python), "-P", "-c", "from kvmatrix.forkserver import preload; preload()"]
@@ -420,6 +489,10 @@ class _Build:
     @property
     def python(self) -> Path:
         return self.path / "bin" / "python"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return system_libs.variables(self.path)
 
     def _step(self, name: str, title: str, command: list[str], extra: dict[str, str]) -> None:
         self.progress(f"environment {self.path.name}: {title}")
@@ -460,15 +533,79 @@ class _Build:
 
     def _write_marker(self, lock: bytes) -> None:
         site_packages = _site_packages(self.path)
-        record = _distribution(site_packages, self.pin.distribution).read_text("RECORD") or ""
+        record = _distribution(self.path, site_packages, self.pin.distribution).read_text("RECORD") or ""
         facts = {
-            "torch": _distribution(site_packages, self.framework).version,
+            "torch": _distribution(self.path, site_packages, self.framework).version,
             "python": platform.python_version(),
             "installer": self.tool.name,
             "seconds": round(sum(self.seconds.values()), 1),
             "steps": self.seconds,
             "record_sha256": hashlib.sha256(record.encode()).hexdigest(),
         }
-        digest = hashlib.sha256(lock).hexdigest()
-        marker = {"schema": SCHEMA, "name": self.path.name, "lock_sha256": digest, "facts": facts}
-        env_link.write_atomically(self.path / MARKER, json.dumps(marker, indent=2).encode() + b"\n")
+        _mark(self.path, hashlib.sha256(lock).hexdigest(), facts)
+
+
+def _mark(path: Path, lock_sha256: str, facts: dict[str, Any]) -> None:
+    marker = {"schema": SCHEMA, "name": path.name, "lock_sha256": lock_sha256, "facts": facts}
+    env_link.write_atomically(path / MARKER, json.dumps(marker, indent=2).encode() + b"\n")
+
+
+@dataclass
+class _MixedBuild(_Build):
+    """One build of a mixed pin's tree over its base's environment; the same steps, log, lock file and deadline."""
+
+    base: PinEnv = field(kw_only=True)
+
+    def run(self) -> None:
+        self._begin()
+        self._clear()
+        self.scratch = self.path / "tmp"
+        self.scratch.mkdir(parents=True)
+        lent = _distribution(self.base.path, self.base.site_packages, self.base.pin.distribution)
+        extensions = mixed.extensions_of(mixed.parse_record(lent.read_text("RECORD") or ""))
+        self._unpack(self._download(), extensions)
+        self._warm_up()
+        shutil.rmtree(self.scratch)
+        self._write_tree_marker(extensions)
+
+    @property
+    def python(self) -> Path:
+        return self.base.python
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return self.base.variables | {"PYTHONPATH": str(self.path)}
+
+    def _download(self) -> Path:
+        assert self.pin.mixed is not None
+        title = f"downloading {self.pin.mixed.distribution} {self.pin.version} for its Python files"
+        # `===`: a build with a local version is another file.
+        requirement = f"{self.pin.mixed.distribution}==={self.pin.version}"
+        command = locks.download_command(requirement, self.scratch / "wheels", shutil.which("uv"))
+        self._step("download", title, command, {})
+        return next((self.scratch / "wheels").glob("*.whl"))
+
+    def _unpack(self, wheel: Path, extensions: Mapping[str, str]) -> None:
+        self.progress(f"environment {self.path.name}: its Python files over the extensions of {self.base.name}")
+        started = time.monotonic()
+        try:
+            mixed.build(self.path, wheel, self.pin, self.base.site_packages, extensions)
+        except EnvironmentBuildError as e:
+            raise self._failure("unpack", str(e)) from e
+        finally:
+            wheel.unlink()
+        self.seconds["unpack"] = round(time.monotonic() - started, 1)
+
+    def _write_tree_marker(self, extensions: Mapping[str, str]) -> None:
+        assert self.pin.mixed is not None
+        record = _distribution(self.path, self.path, self.pin.mixed.distribution).read_text("RECORD") or ""
+        facts = {
+            **{name: self.base.facts.get(name) for name in ("torch", "python", "installer")},
+            "seconds": round(sum(self.seconds.values()), 1),
+            "steps": self.seconds,
+            "record_sha256": hashlib.sha256(record.encode()).hexdigest(),
+            "base": self.base.name,
+            "base_record_sha256": self.base.facts.get("record_sha256"),
+            "extensions": sorted(extensions),
+        }
+        _mark(self.path, self.base.lock_sha256, facts)

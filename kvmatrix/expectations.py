@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ class Expectation(BaseModel):
     arm: tuple[str, ...]
     tier: tuple[str, ...] = ()
     probe: tuple[str, ...] = ()
+    """Names, or patterns such as ``reuse-*``."""
     pin: tuple[str, ...] = ()
     device: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
@@ -45,9 +47,10 @@ class Expectation(BaseModel):
         return message
 
     def matches(self, cell: Cell, probe: str) -> bool:
-        facts = cell.model_dump() | {"probe": probe}
-        axes = ("arm", "tier", "probe", "pin", "device", "backend", "mode", "chunk", "block")
-        return all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
+        facts = cell.model_dump()
+        axes = ("arm", "tier", "pin", "device", "backend", "mode", "chunk", "block")
+        named = not self.probe or any(fnmatchcase(probe, pattern) for pattern in self.probe)
+        return named and all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
 
 
 class Expectations:

@@ -1,7 +1,8 @@
 """What a running engine says about itself, from the process that schedules and the processes that compute.
 
 Methods are attached to vLLM's ``EngineCore`` and ``WorkerBase`` under ``kvmatrix_*`` names, so the same calls work
-in-process and over vLLM's own utility and collective RPC. They only read, and add nothing to any step.
+in-process and over vLLM's own utility and collective RPC. All but ``kvmatrix_cpu_forget`` only read; none adds anything to a
+step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def attach() -> None:
 
     EngineCore.kvmatrix_state = core_state
     EngineCore.kvmatrix_cpu_resident = cpu_resident
+    EngineCore.kvmatrix_cpu_blocks = cpu_blocks
+    EngineCore.kvmatrix_cpu_forget = cpu_forget
     WorkerBase.kvmatrix_state = worker_state
 
 
@@ -74,18 +77,46 @@ def cpu_resident(core: Any, prompt: list[int]) -> int:
 
     A lookup from 0 has no device prefix, so no arm can change its answer.
     """
+    found = _manager(core).cpu_coordinator.find_longest_cache_hit(_block_hashes(core, prompt), len(prompt) - 1)
+    return int(found[1])
+
+
+def _block_hashes(core: Any, prompt: list[int]) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    request = Request(
+    return Request(
         request_id="kvmatrix-residency",
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         block_hasher=core.request_block_hasher,
-    )
-    found = _manager(core).cpu_coordinator.find_longest_cache_hit(request.block_hashes, len(prompt) - 1)
-    return int(found[1])
+    ).block_hashes
+
+
+def _cpu_copies(core: Any, prompt: list[int]) -> list[list[Any]]:
+    """``[group][block of the prompt]``: the CPU tier's block of it, or None."""
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    hashes, pool = _block_hashes(core, prompt), _manager(core).cpu_block_pool
+    copies = []
+    for group, facts in enumerate(core.scheduler.kv_cache_config.kv_cache_groups):
+        size = facts.kv_cache_spec.block_size
+        own = hashes if size == pool.hash_block_size else BlockHashListWithBlockSize(hashes, pool.hash_block_size, size)
+        found = [pool.get_cached_block(own[i], [group]) for i in range(len(own))]
+        copies.append([f[0] if f else None for f in found])
+    return copies
+
+
+def cpu_blocks(core: Any, prompt: list[int]) -> list[list[bool]]:
+    """``[group][whole block of the prompt]``: does the CPU tier hold it."""
+    return [[block is not None for block in group] for group in _cpu_copies(core, prompt)]
+
+
+def cpu_forget(core: Any, prompt: list[int], first: int, last: int) -> None:
+    """Evict the prompt's blocks ``first`` to ``last - 1`` of every group from the CPU tier, by the pool's own eviction."""
+    gone = {block.block_id for group in _cpu_copies(core, prompt) for block in group[first:last] if block is not None}
+    _manager(core).cpu_block_pool.evict_blocks(gone)
 
 
 def worker_state(worker: Any) -> dict[str, Any]:

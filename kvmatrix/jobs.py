@@ -106,11 +106,19 @@ def run_facts(job: dict[str, Any], send: Send, receive: Receive) -> None:
 
 
 def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = scheduler``: lookup cases against the real scheduler class, no model."""
-    from kvmatrix import scheduler_harness
+    """``kind = scheduler``: lookup cases and sweeps against the real scheduler class, no model."""
+    from kvmatrix import reuse, scheduler_harness
 
     for case in job["cases"]:
+        send({"type": "stage", "stage": case["name"]})
         send({"type": "case", **scheduler_harness.run_case(case), "imported": overlay.imported_digests()})
+    for sweep in job["sweeps"]:
+        send({"type": "stage", "stage": sweep["name"]})
+        try:
+            answer: dict[str, Any] = {"totals": reuse.sweep(sweep["shapes"], sweep["residency"])}
+        except scheduler_harness.Unsupported as e:
+            answer = {"refused": str(e)}
+        send({"type": "sweep", "name": sweep["name"], "imported": overlay.imported_digests(), **answer})
 
 
 def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:

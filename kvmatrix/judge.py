@@ -90,6 +90,8 @@ def _not_established(o: dict[str, Any], arm: Arm, vocab_size: int) -> Iterator[s
         )
     if o["cpu_resident_tokens"] < plan["cpu_tokens"]:
         yield (f"not-established: the CPU tier holds {o['cpu_resident_tokens']} tokens, the probe needs {plan['cpu_tokens']}")
+    if (gone := plan["gone_blocks"]) and not _only_head_gone(o["cpu_blocks"], gone):
+        yield f"not-established: the first {gone} blocks alone must be gone from the CPU tier, it holds {o['cpu_blocks']}"
     if o["cached_tokens"] != counters["device_hit_tokens"] + counters["external_hit_tokens"]:
         yield (
             f"counters: {o['cached_tokens']} cached tokens are not {counters['device_hit_tokens']} device"
@@ -97,6 +99,14 @@ def _not_established(o: dict[str, Any], arm: Arm, vocab_size: int) -> Iterator[s
         )
     if plan["reuse_tokens"] == 0 and counters["external_hit_tokens"]:
         yield f"not-established: {counters['external_hit_tokens']} external tokens where none were planned"
+
+
+def _only_head_gone(cpu_blocks: list[list[bool]], gone: int) -> bool:
+    """Whether no group has the first ``gone`` blocks, and the rest is there: all of it in the full-attention group.
+
+    A chunked-local group may lack blocks behind the prefix too, those that no hit needs.
+    """
+    return not any(any(group[:gone]) for group in cpu_blocks) and any(all(group[gone:]) for group in cpu_blocks)
 
 
 def _faults(o: dict[str, Any], tolerances: Tolerances) -> Iterator[str]:
@@ -140,6 +150,24 @@ def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
     aligned = all(c is None or case["prefix"] % c == 0 for c in case["chunks"])
     if aligned and case["external_tokens"] != case["ideal_tokens"]:
         return Verdict("FAIL", f"lost-reuse: answers {answer}, {case['ideal_tokens']} tokens can be served")
+    return Verdict("PASS")
+
+
+def judge_sweep(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
+    """Status of a sweep: every hit sound, nothing leaked, and no reuse lost where the stock lookup is right."""
+    if imported != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if not totals["ideal"]:
+        return Verdict("INFRA", f"vacuous: nothing could be served in any of {totals['geometries']} geometries")
+    of = f"of {totals['geometries']} geometries"
+    if totals["contract"]:
+        return Verdict("FAIL", f"contract: in {totals['contract']} {of} a hit was not asynchronous, or a miss was")
+    if totals["unsound"]:
+        return Verdict("FAIL", f"unsound: {totals['unsound']} {of}, first {totals['first_unsound']}")
+    if totals["leaked"]:
+        return Verdict("FAIL", f"leaked: CPU blocks stayed pinned in {totals['leaked']} {of}")
+    if totals["lost_aligned"]:
+        return Verdict("FAIL", f"lost-reuse: {totals['lost_aligned']} {of}, all aligned, first {totals['first_lost_aligned']}")
     return Verdict("PASS")
 
 

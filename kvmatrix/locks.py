@@ -17,7 +17,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,10 +27,12 @@ from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from kvmatrix.config import Pin, Project
-from kvmatrix.errors import EnvironmentBuildError
+from kvmatrix.errors import DiskError, EnvironmentBuildError, UsageError
 
 TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
 CUDA_ONLY = ("nvidia-", "cuda-")
+DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")
+"""What the installers print where the disk is full."""
 MAX_REASON = 500
 
 _ENTRY = re.compile(
@@ -155,29 +157,55 @@ def reason(output: str) -> str:
     return " ".join(" ".join([first, *rest]).split())[:MAX_REASON]
 
 
-def regenerate(project: Project, pin: Pin, progress: Callable[[str], None] = lambda _: None, upgrade: bool = False) -> Path:
-    """Make ``pin``'s lock again with uv and return its path. What the present lock pins is kept where it still fits.
-
-    ``upgrade``: take the newest of everything instead.
+def find_uv() -> str:
+    """Path of the uv that locks are made with.
 
     Raises:
-        EnvironmentBuildError: no uv, the wheel cannot be had, its requirements have no solution, or it takes longer
-            than the matrix's ``install_timeout_s``.
+        EnvironmentBuildError: there is none.
     """
     uv = shutil.which("uv")
     if uv is None:
         raise EnvironmentBuildError("uv is not on PATH and a lock is made with it: install uv, then run again")
+    return uv
+
+
+def regenerate(
+    project: Project,
+    pin: Pin,
+    progress: Callable[[str], None] = lambda _: None,
+    upgrade: bool = False,
+    *,
+    wheel: Path | None = None,
+    seed: str = "",
+) -> Path:
+    """Make ``pin``'s lock again with uv and return its path. What the present lock pins is kept where it still fits.
+
+    ``upgrade``: take the newest of everything instead. ``wheel``: the distribution's wheel, where it is at hand already.
+    ``seed``: another lock's text, which counts as the present one where there is none.
+
+    Raises:
+        EnvironmentBuildError: no uv, the wheel cannot be had, its requirements have no solution, or it takes longer
+            than the matrix's ``install_timeout_s``.
+        DiskError: the disk is full.
+        UsageError: a mixed pin, which has no lock of its own.
+    """
+    if pin.mixed:
+        raise UsageError(f"pin {pin.version} is a mixed build and uses the lock of {pin.base.version}: make that one again")
+    uv = find_uv()
     target = project.root / pin.lock
     with tempfile.TemporaryDirectory(prefix="kvmatrix-lock-") as folder:
         work = _Workshop(Path(folder), uv, _python_floor(project), project.matrix.budgets.install_timeout_s)
-        progress(f"downloading {pin.distribution} {pin.version}")
-        wheel = work.download(f"{pin.distribution}=={pin.version}")
+        if wheel is None:
+            progress(f"downloading {pin.distribution} {pin.version}")
+            wheel = work.download(f"{pin.distribution}=={pin.version}")
         progress(f"resolving its requirements together with torch {pin.torch}")
-        if target.is_file() and not upgrade:
-            work.prefer(target.read_text(encoding="utf-8"))
+        present = target.read_text(encoding="utf-8") if target.is_file() else seed
+        if present and not upgrade:
+            work.prefer(present)
         resolved = work.resolve([*requires(wheel), f"torch=={pin.torch}"])
         own = work.compile([f"{pin.distribution}=={pin.version}"], "--universal", "--no-deps", "--no-annotate")
-        text = _header(pin, wheel) + _without_torch(resolved + own).replace(f"-r {_REQUIREMENTS}", pin.distribution)
+        kept = _without_torch(resolved + own, any_cuda=pin.device == "host")
+        text = _header(pin, wheel) + kept.replace(f"-r {_REQUIREMENTS}", pin.distribution)
     parse(text)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
@@ -206,6 +234,56 @@ def requires(wheel: Path) -> list[str]:
     ]
 
 
+def download_command(requirement: str, folder: Path, uv: str | None) -> list[str]:
+    """The command that puts the one wheel of ``requirement`` into ``folder``. It is pip's: uv itself cannot download.
+
+    Raises:
+        EnvironmentBuildError: this interpreter has no pip, as in an environment that uv made, and no ``uv`` to borrow one.
+    """
+    options = ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={folder}"]
+    return [*_pip(uv, f"{requirement} cannot be downloaded"), "download", *options, requirement]
+
+
+def _pip(uv: str | None, failure: str) -> list[str]:
+    if find_spec("pip"):
+        python = [sys.executable]
+    elif uv:
+        python = [uv, "run", "--no-project", "--with=pip", f"--python={sys.executable}", "python"]
+    else:
+        raise EnvironmentBuildError(f"{failure}: this Python has no pip, and uv is not on PATH")
+    return [*python, "-m", "pip"]
+
+
+def download(requirement: str, folder: Path, timeout_s: float) -> Path:
+    """Put the one wheel of ``requirement`` into ``folder`` and return its path.
+
+    Raises:
+        EnvironmentBuildError: there is none for this machine, or it cannot be had.
+        DiskError: the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    command = download_command(requirement, folder, shutil.which("uv"))
+    _run(command, folder, os.environ, timeout_s, f"{requirement} cannot be downloaded")
+    return next(folder.glob("*.whl"))
+
+
+def releases(distribution: str, timeout_s: float) -> tuple[str, ...]:
+    """Versions of ``distribution`` with a wheel for this machine on the configured indexes, as pip lists them, newest first.
+
+    Empty where there is none, or no index answers.
+
+    Raises:
+        EnvironmentBuildError: this interpreter has no pip, and there is no uv to borrow one.
+    """
+    command = [*_pip(shutil.which("uv"), f"releases of {distribution} cannot be listed"), "index", "versions"]
+    try:
+        out = _run([*command, "--only-binary=:all:", distribution], Path.cwd(), os.environ, timeout_s, "")
+    except EnvironmentBuildError:
+        return ()
+    listed = re.search(r"^Available versions: (.+)$", out, re.MULTILINE)
+    return tuple(listed[1].split(", ")) if listed else ()
+
+
 def _python_floor(project: Project) -> str:
     """The lowest Python that the project supports: a lock serves it and all later ones."""
     text = (project.root / "pyproject.toml").read_text(encoding="utf-8")
@@ -226,11 +304,7 @@ class _Workshop:
 
     def download(self, requirement: str) -> Path:
         wheels = self.folder / "wheels"
-        options = ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={wheels}"]
-        # An interpreter whose environment uv made has no pip; uv itself cannot download.
-        borrow = [self.uv, "run", "--no-project", "--with=pip", f"--python={sys.executable}", "python"]
-        python = [sys.executable] if find_spec("pip") else borrow
-        self._run([*python, "-m", "pip", "download", *options, requirement], os.environ)
+        self._run(download_command(requirement, wheels, self.uv), os.environ)
         return next(wheels.glob("*.whl"))
 
     def prefer(self, lock: str) -> None:
@@ -267,28 +341,49 @@ class _Workshop:
         return (self.folder / "lock").read_text(encoding="utf-8")
 
     def _run(self, command: list[str], environ: Mapping[str, str]) -> None:
-        try:
-            subprocess.run(
-                command,
-                cwd=self.folder,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=self.timeout_s,
-                check=True,
-            )
-        except subprocess.CalledProcessError as e:
-            raise EnvironmentBuildError(f"the lock could not be made: {reason(e.stdout + e.stderr)}") from e
-        except (subprocess.TimeoutExpired, OSError) as e:
-            raise EnvironmentBuildError(f"the lock could not be made: {e}") from e
+        _run(command, self.folder, environ, self.timeout_s, "the lock could not be made")
 
 
-def _without_torch(compiled: str) -> str:
-    """The blocks of uv's output sorted by name, less torch's family and what only a CUDA build of it needs."""
+def _run(command: list[str], folder: Path, environ: Mapping[str, str], timeout_s: float, failure: str) -> str:
+    """Run a command and return its output; ``failure`` begins the line that says why it failed."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+        )
+    except subprocess.CalledProcessError as e:
+        full = any(message in e.stdout + e.stderr for message in DISK_MESSAGES)
+        raise (DiskError if full else EnvironmentBuildError)(f"{failure}: {reason(e.stdout + e.stderr)}") from e
+    except (subprocess.TimeoutExpired, OSError) as e:
+        raise EnvironmentBuildError(f"{failure}: {e}") from e
+    return done.stdout
+
+
+def _without_torch(compiled: str, any_cuda: bool) -> str:
+    """The blocks of uv's output sorted by name, less torch's family and what only a CUDA build of it needs.
+
+    ``any_cuda``: nothing else needs a package of CUDA's. Where vLLM itself is a CUDA build, uv's notes on what each entry is
+    there for decide.
+    """
     blocks = re.split(r"^(?=[A-Za-z0-9])", compiled, flags=re.MULTILINE)
     named = sorted((canonicalize_name(block.partition("==")[0]), block) for block in blocks if "==" in block)
-    return "".join(block for name, block in named if name not in TORCH_FAMILY and not name.startswith(CUDA_ONLY))
+    cuda = [(name, block) for name, block in named if name.startswith(CUDA_ONLY)]
+    left_out: set[str] = {str(name) for name in TORCH_FAMILY}
+    for _ in cuda:  # as often as there can be links in a chain of what only torch needs
+        left_out |= {name for name, block in cuda if any_cuda or _only_for(block, left_out)}
+    return "".join(block for name, block in named if name not in left_out)
+
+
+def _only_for(block: str, names: Set[str]) -> bool:
+    """Whether uv's note on an entry, ``# via NAME`` or a list of names, has some of ``names`` and no other."""
+    notes = re.findall(r"^[ \t]+#[ \t]*(?:via[ \t]+)?(?!via$)(\S.*)$", block, re.MULTILINE)
+    return bool(notes) and {canonicalize_name(note) for note in notes} <= names
 
 
 def _header(pin: Pin, wheel: Path) -> str:

@@ -81,7 +81,7 @@ class PerfPlugin(SuitePlugin):
 
     @property
     def pin(self) -> str:
-        return (self.session.selection.pins or (self.matrix.defaults.pin,))[0]
+        return self.session.pins[0].version
 
     @property
     def arms(self) -> list[str]:
@@ -183,7 +183,7 @@ class PerfPlugin(SuitePlugin):
         """The conformance cells that stand behind ``arm``'s throughput: same backend and mode."""
         selection = self.session.selection.model_copy(
             update={"backends": (self.matrix.perf.backend,), "modes": (self.matrix.perf.mode,), "arms": (arm,)}
-            | {"chunks": (), "blocks": (), "dtypes": (), "tiers": ()}
+            | {"pins": (self.pin,), "chunks": (), "blocks": (), "dtypes": (), "tiers": ()}
         )
         return plan_cells(self.matrix, selection, self.arms)
 

@@ -33,6 +33,7 @@ def general() -> None:
     if triton_cpu.wanted():
         ops.define_missing()
         triton_cpu.honour_backend_request()
+        triton_cpu.skip_kernel_warmup()
         triton_cpu.answer_capability()
         triton_cpu.run_flex_uncompiled()
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvmatrix import oracle
 from kvmatrix.engine import Engine, Generation
 
-PROBES = ("cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned")
+PROBES = ("cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class ProbePlan:
     """External tokens that a lookup with nothing lost would return."""
     needed_loads: int
     """Blocks over all groups that a sound lookup with nothing lost must load."""
+    gone_blocks: int = 0
+    """Leading blocks of the prompt that the CPU tier must have lost in every group; the device holds them."""
 
 
 def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
@@ -54,7 +56,7 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
         if chunk is None:
             raise ValueError("a model without chunked layers has no aligned prefix")
         device = (reusable - 1) // chunk * chunk
-    elif probe == "mixed-misaligned":
+    elif probe in ("mixed-misaligned", "mixed-head-gone"):
         device = prefix
     else:
         raise ValueError(f"unknown probe {probe!r}: known are {', '.join(PROBES)}")
@@ -64,6 +66,8 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
         raise ValueError(f"{probe}: device prefix {device} is not a multiple of the block size {block}")
     first = device // block
     loads = sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= first)
+    if probe == "mixed-head-gone":
+        return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=first)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
 
 
@@ -107,7 +111,9 @@ class ProbeRunner:
         self.cold: Generation | None = None
         self.fillers = 0
         self.resident = 0
-        """Tokens of the prompt in the CPU tier just before the measured request."""
+        """Tokens of the prompt, counted from 0, in the CPU tier just before the measured request."""
+        self.cpu_blocks: list[list[bool]] = []
+        """``[group][whole block of the prompt]``: did the CPU tier hold it then."""
 
     def run(self, names: list[str], on_start: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """Observations of ``names`` in order; ``cold`` is always taken first, because the others are compared to it."""
@@ -117,6 +123,7 @@ class ProbeRunner:
             "pure-cpu-hit": self._pure_cpu_hit,
             "mixed-aligned": lambda: self._mixed("mixed-aligned"),
             "mixed-misaligned": lambda: self._mixed("mixed-misaligned"),
+            "mixed-head-gone": lambda: self._mixed("mixed-head-gone"),
         }
         ordered = ["cold"] + [n for n in PROBES if n in names and n != "cold"]
         for name in ordered:
@@ -140,6 +147,7 @@ class ProbeRunner:
     def _ask_measured(self) -> Generation:
         """Ask, after noting what the CPU tier holds: afterwards it also holds what a declined lookup recomputed."""
         self.resident = self.engine.cpu_resident_tokens(self.prompt)
+        self.cpu_blocks = self.engine.cpu_blocks(self.prompt)
         return self._ask()
 
     def _pure_cpu_hit(self) -> Generation:
@@ -148,10 +156,14 @@ class ProbeRunner:
 
     def _mixed(self, name: str) -> Generation:
         self._clear_device()
-        prefix = self.prompt[: self.plan(name).device_tokens]
+        plan = self.plan(name)
+        prefix = self.prompt[: plan.device_tokens]
         # One more token, unlike the prompt's own, so that exactly the prefix becomes resident.
         other = 3 + (self.prompt[len(prefix)] - 2) % (self.vocab - 3)
         self.engine.generate([*prefix, other], max_tokens=self.geometry["new_tokens"], logprobs=False)
+        if plan.gone_blocks:
+            # What a device prefix in steady use comes to: nobody asks the CPU tier for these blocks, so they age there.
+            self.engine.cpu_forget(self.prompt, 0, plan.gone_blocks)
         return self._ask_measured()
 
     def _clear_device(self) -> None:
@@ -183,6 +195,7 @@ class ProbeRunner:
             "cached_tokens": generation.cached_tokens,
             "counters": generation.counters,
             "cpu_resident_tokens": self.resident,
+            "cpu_blocks": self.cpu_blocks,
             "pending_hits": state["offload"]["pending_hits"],
             "imported": state["imported"],
             "seconds": generation.seconds,

@@ -77,7 +77,8 @@ class ConformancePlugin(SuitePlugin):
         rows = self.session.run_cells(cells)
         self.rows = {r.id: r for r in rows}
         if len(cells) == len(self.cells) and self._whole_matrix():
-            self.stale = ctx.expectations.unused()
+            pins = {c.pin for c in cells}
+            self.stale = [e for e in ctx.expectations.unused() if not e.pin or pins & set(e.pin)]
 
     def _whole_matrix(self) -> bool:
         s = self.session.selection

@@ -82,6 +82,8 @@ class ProbeRow(Row):
     """External tokens that a lookup with nothing lost would return."""
     loaded_blocks: int | None = None
     needed_loads: int | None = None
+    sweep: dict[str, int | float | str] = {}
+    """Sums over the geometries of a sweep: the fields of :class:`kvmatrix.reuse.Totals`."""
     seconds: float | None = None
     log: str = ""
     """The child's log file, relative to the run's folder."""

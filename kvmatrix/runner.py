@@ -5,6 +5,7 @@ A cell that never came to an answer still reports: every planned probe ends as a
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -23,6 +24,7 @@ from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
+from kvmatrix.reuse import RESIDENCIES
 
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
@@ -52,8 +54,10 @@ class Context:
 
     def parent_variables(self, pin: str, device: str, backend: str) -> dict[str, str]:
         """Variables of the preloaded parent for ``backend`` in the environment of ``pin``."""
-        own = {"PYTHONPATH": str(self.root)}  # this checkout's kvmatrix, whichever one the environment is linked to
-        return parent_env(device, backend) | self.envs[pin].variables | own
+        env = self.envs[pin].variables
+        # This checkout's kvmatrix, whichever one the environment is linked to; a mixed build's vLLM stays in front.
+        path = [p for p in (env.get("PYTHONPATH"), str(self.root)) if p]
+        return parent_env(device, backend) | env | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @dataclass
@@ -70,10 +74,10 @@ class Outcome:
 
 
 def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
-    """Names of the probes (LLM) or cases (scheduler) of a cell, in the order in which they run."""
+    """Names of the probes (LLM) or of the cases and sweeps (scheduler) of a cell, in the order in which they run."""
     if cell.tier == "llm":
         return list(matrix.llm.probes)
-    return [case["name"] for case in scheduler_cases(matrix)]
+    return [case["name"] for case in (*scheduler_cases(matrix), *scheduler_sweeps(matrix))]
 
 
 def probe_id(cell: Cell, probe: str) -> str:
@@ -98,6 +102,15 @@ def scheduler_cases(matrix: Matrix) -> list[dict[str, Any]]:
     ]
 
 
+def scheduler_sweeps(matrix: Matrix) -> list[dict[str, Any]]:
+    """Each sweep of the matrix with each kind of residency."""
+    return [
+        {"name": f"reuse-{sweep.name}-{residency}", "shapes": [s.model_dump() for s in sweep.shapes], "residency": residency}
+        for sweep in matrix.scheduler.sweeps
+        for residency in RESIDENCIES
+    ]
+
+
 def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
     """The JSON object that a cell's child is sent."""
     arm = ctx.arms[cell.pin, cell.arm]
@@ -111,7 +124,7 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         },
     }
     if cell.tier == "scheduler":
-        return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix)}
+        return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix), "sweeps": scheduler_sweeps(ctx.matrix)}
     llm = ctx.matrix.llm
     new_tokens = max(llm.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
     return base | {
@@ -221,6 +234,8 @@ class CellRun:
             outcome.probes.append(self._probe_row(message, outcome, attempt))
         elif kind == "case":
             outcome.probes.append(self._case_row(message, attempt))
+        elif kind == "sweep":
+            outcome.probes.append(self._sweep_row(message, attempt))
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
@@ -262,6 +277,21 @@ class CellRun:
             external_hit_tokens=case["external_tokens"],
             reuse_tokens=case["ideal_tokens"],
             loaded_blocks=case["loaded_blocks"],
+        )
+
+    def _sweep_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
+        if refused := message.get("refused"):
+            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
+        totals = message["totals"]
+        return self._row(
+            message["name"],
+            judge.judge_sweep(totals, message["imported"], self.arm),
+            attempt,
+            imported=message["imported"],
+            external_hit_tokens=totals["kept"],
+            reuse_tokens=totals["ideal"],
+            sweep=totals,
+            seconds=totals["seconds"],
         )
 
     def _row(self, probe: str, verdict: judge.Verdict, attempt: int, **fields: Any) -> ProbeRow:
@@ -401,6 +431,6 @@ def _wait_all(futures: set[Future[list[ProbeRow]]]) -> None:
 def expected_seconds(cell: Cell) -> float:
     """Rough duration of a cell, only to order cells and to say how long is left."""
     if cell.tier == "scheduler":
-        return 2
+        return 15
     base = {"CPU_ATTN": 6.0, "FLEX_ATTENTION": 9.0, "TRITON_ATTN": 35.0}.get(cell.backend, 10.0)
     return base + (20.0 if cell.mode == "compiled" else 0.0)

@@ -45,10 +45,11 @@ def _kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> t
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups), page
 
 
-def _vllm_config(max_model_len: int) -> Any:
+def _vllm_config(max_model_len: int, block: int) -> Any:
     """The few fields of VllmConfig that the offload scheduler and its coordinator read."""
     return SimpleNamespace(
         kv_events_config=None,
+        cache_config=SimpleNamespace(block_size=block),  # where vLLM 0.19.1 has the block size from
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1, world_size=1),
         speculative_config=None,
         model_config=SimpleNamespace(max_model_len=max_model_len),
@@ -58,16 +59,23 @@ def _vllm_config(max_model_len: int) -> Any:
     )
 
 
+class Unsupported(Exception):
+    """This release cannot be asked that; the message is a row's reason."""
+
+
 class SchedulerUnderTest:
     """One offload scheduler for a geometry, with a real device block pool bound to it.
 
     Args:
         block: block size of every group, in tokens.
+        hash_block: tokens a block hash covers, a divisor of ``block`` (default: ``block``).
         chunks: per group its attention chunk in tokens, None for full attention; one group must be full.
         tokens: longest prompt that will be asked about.
     """
 
-    def __init__(self, block: int, chunks: list[int | None], tokens: int, lazy_offload: bool = False) -> None:
+    def __init__(
+        self, block: int, chunks: list[int | None], tokens: int, lazy_offload: bool = False, hash_block: int | None = None
+    ) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -75,18 +83,21 @@ class SchedulerUnderTest:
 
         init_none_hash(sha256)
         self.block, self.chunks = block, chunks
+        hash_block = hash_block or block
         num_blocks = (-(-tokens // block) + 2) * len(chunks) + 2
         config, page = _kv_cache_config(block, chunks, num_blocks)
         kwargs: dict[str, Any] = {"cpu_capacity_bytes": page * num_blocks * len(chunks), "lazy_offload": lazy_offload}
         accepted = inspect.signature(SimpleCPUOffloadScheduler).parameters
-        for name in ("scheduler_block_size", "hash_block_size"):
+        for name, size in (("scheduler_block_size", block), ("hash_block_size", hash_block)):
             if name in accepted:
-                kwargs[name] = block
-        self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK), config, **kwargs)
-        self.device_pool = BlockPool(num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=block)
+                kwargs[name] = size
+            elif size != block:
+                raise Unsupported(f"refused: this release has no {name}: a block hash covers a whole block")
+        self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
+        self.device_pool = BlockPool(num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=hash_block)
         self.scheduler.bind_gpu_block_pool(self.device_pool)
         self.cpu_pool = self.scheduler.cpu_block_pool
-        self._hasher = get_request_block_hasher(block, sha256)
+        self._hasher = get_request_block_hasher(hash_block, sha256)
         self._requests = 0
 
     def request(self, tokens: int) -> Any:
@@ -105,13 +116,8 @@ class SchedulerUnderTest:
 
     def fill_cpu(self, tokens: int, resident: list[list[bool]] | None = None) -> None:
         """Put the blocks of a ``tokens``-long prompt into the CPU tier; ``resident[group][block]`` leaves some out."""
-        request = self.request(tokens)
-        full = tokens // self.block
-        for group in range(len(self.chunks)):
-            keep = resident[group] if resident else [True] * full
-            blocks = self.cpu_pool.get_new_blocks(full)
-            self._cache(self.cpu_pool, request, blocks, group, (i for i in range(full) if keep[i]))
-            self.cpu_pool.free_blocks(reversed(blocks))
+        everything = [[True] * (tokens // self.block) for _ in self.chunks]
+        self.refill_cpu(self.request(tokens), resident or everything)
 
     def _cache(self, pool: Any, request: Any, blocks: list[Any], group: int, indices: Iterable[int]) -> None:
         """Give ``blocks`` at ``indices`` the hashes of ``request``'s blocks in ``pool``."""
@@ -124,6 +130,28 @@ class SchedulerUnderTest:
                 block_size=self.block,
                 kv_cache_group_id=group,
             )
+
+    def refill_cpu(self, request: Any, resident: list[list[bool]]) -> None:
+        """Empty the CPU tier, then put the blocks of ``request`` that ``resident[group][block]`` names into it."""
+        if not self.cpu_pool.reset_prefix_cache():
+            raise RuntimeError("the CPU tier cannot be emptied: a lookup left a block pinned")
+        for group, keep in enumerate(resident):
+            blocks = self.cpu_pool.get_new_blocks(len(keep))
+            self._cache(self.cpu_pool, request, blocks, group, (i for i, kept in enumerate(keep) if kept))
+            self.cpu_pool.free_blocks(reversed(blocks))
+
+    def planned_loads(self, request: Any, prefix: int, external: int) -> list[list[bool]]:
+        """What :meth:`load` would load, from the hit that the lookup has pinned, where the release pins one."""
+        if not hasattr(self.scheduler, "_pending_cpu_hits"):  # before vLLM 0.22.1 nothing is kept between the two calls
+            return self.load(request, prefix, external)
+        hit = self.scheduler._pending_cpu_hits.get(request.request_id)
+        return [[not block.is_null for block in group] for group in hit[0]] if hit else [[] for _ in self.chunks]
+
+    def drop_hit(self, request: Any) -> None:
+        """Give back what the last lookup pinned, as a request that gets no blocks does."""
+        pending = getattr(self.scheduler, "_pending_cpu_hits", {}).pop(request.request_id, None)
+        if pending is not None:
+            self.scheduler._free_pending_cpu_hit(pending)
 
     def lookup(self, request: Any, prefix: int) -> tuple[int, bool]:
         answer, is_async = self.scheduler.get_num_new_matched_tokens(request, prefix)

@@ -13,9 +13,9 @@ from rich.console import Console
 from kvmatrix import arms as arms_module
 from kvmatrix import diffs, envs, facts, patch_tools
 from kvmatrix.arms import Arm
-from kvmatrix.cells import STOCK, Cell, Selection, plan_cells, selected_pins
-from kvmatrix.config import Project
-from kvmatrix.errors import DeviceError, ExitCode
+from kvmatrix.cells import ALL, STOCK, Cell, Selection, plan_cells, selected_pins
+from kvmatrix.config import Pin, Project
+from kvmatrix.errors import DeviceError, ExitCode, NothingRanError, UsageError
 from kvmatrix.expectations import Expectations, is_problem
 from kvmatrix.forkserver import NEVER_PRELOADED
 from kvmatrix.processes import ParentPool
@@ -38,12 +38,13 @@ class Session:
         self.started = time.monotonic()
         self.run = new_run_id()
         self.folder = project.home / "runs" / self.run
-        asked = selection.patches or project.matrix.defaults.patches
-        self.diffs = [Path(p) for p in asked if _is_diff(p)]
-        named = [p for p in asked if not _is_diff(p)] or list(project.matrix.defaults.patches)
-        self.folders = {name: project.patches / name for name in named}
+        self.diffs = [Path(p) for p in selection.patches if _is_diff(p)]
+        self.named = [p for p in selection.patches if not _is_diff(p)]
+        self.folders = {name: project.patches / name for name in self.named or project.matrix.defaults.patches}
         """Patch name -> its folder; a stranger's diff joins them in :meth:`plan`."""
-        self._pins_of_diff: dict[str, tuple[str, ...]] = {}
+        self.pins: list[Pin] = []
+        """What is run, from :meth:`plan` on."""
+        self._pins_of: dict[str, set[str]] = {}
         self.ctx: Context | None = None
         self._closed = False
 
@@ -52,36 +53,84 @@ class Session:
         return [STOCK, *self.folders]
 
     def arms_on(self, pin: str) -> list[str]:
-        """The arms that ``pin`` has: a stranger's diff need not apply to each."""
-        return [a for a in self.arm_names if pin in self._pins_of_diff.get(a, (pin,))]
+        """The arms that ``pin`` has: a patch need not have a file for each, a stranger's diff need not apply to each."""
+        return [a for a in self.arm_names if a == STOCK or pin in self._pins_of[a]]
 
     @property
     def rows_file(self) -> Path:
         return self.folder / "rows.jsonl"
 
-    def plan(self) -> list[Cell]:
-        """The cells of the selection.
+    def plan(self, build: bool = True) -> list[Cell]:
+        """The cells of the selection. Without ``build`` no environment is made for a diff: one that is there is looked at.
 
         Raises:
             UsageError: a value that the matrix does not have, or nothing is left.
             PatchError: a patch file that is damaged: that shows before minutes go into an environment.
         """
-        for folder in self.folders.values():
-            arms_module.check_patch_files(folder)
+        self.pins = self._selected_pins()
+        for name, folder in self.folders.items():
+            self._pins_of[name] = set(arms_module.check_patch_files(folder).pins)
+            self._say_where_missing(name)
+        applied: set[str] = set()
         for diff in self.diffs:
-            self._bring(diff)
-        cells = plan_cells(self.project.matrix, self.selection, self.arm_names)
-        return [c for c in cells if c.arm not in self._pins_of_diff or c.pin in self._pins_of_diff[c.arm]]
+            applied |= self._bring(diff, build)
+        if self.diffs and not self.selection.pins:
+            self.pins = [p for p in self.pins if p.version in applied]
+        self._keep_one_pin_for_perf()
+        selection = self.selection.model_copy(update={"pins": tuple(p.version for p in self.pins)})
+        cells = plan_cells(self.project.matrix, selection, self.arm_names)
+        kept = [c for c in cells if c.arm in self.arms_on(c.pin)]
+        if not kept:
+            arms = ", ".join(self.selection.arms)
+            raise UsageError(f"the selection leaves no cell: {arms} has no file for the selected pins")
+        return kept
 
-    def _bring(self, diff: Path) -> None:
-        """Make an arm of somebody's diff, for every selected pin that it applies to.
+    def _keep_one_pin_for_perf(self) -> None:
+        if self.suite == "perf" and len(self.pins) > 1:
+            self._say(f"performance is measured on one pin, here vLLM {self.pins[0].version}: choose it with --pin")
+            del self.pins[1:]
+
+    def _check_devices(self) -> None:
+        for pin in self.pins:
+            if pin.device != "host":
+                raise DeviceError(f"device {pin.device} is not on this machine")
+
+    def _selected_pins(self) -> list[Pin]:
+        """A stranger's diff is tried on every pin that is not extended, unless pins are named."""
+        if self.diffs and not self.selection.pins:
+            return selected_pins(self.project.matrix, self.selection.model_copy(update={"pins": (ALL,)}))
+        return selected_pins(self.project.matrix, self.selection)
+
+    def _say_where_missing(self, name: str) -> None:
+        """Say on which pins a patch has nothing.
 
         Raises:
+            UsageError: it was named, and has nothing for any selected pin.
+        """
+        missing = [p.version for p in self.pins if p.version not in self._pins_of[name]]
+        if not missing:
+            return
+        if name in self.named and len(missing) == len(self.pins):
+            has = ", ".join(sorted(self._pins_of[name]))
+            raise UsageError(f"patch {name!r} has no file for pin {', '.join(missing)}: it has {has}")
+        self._say(f"{name} has no file for vLLM {', '.join(missing)}: it is no arm there")
+
+    def _bring(self, diff: Path, build: bool) -> set[str]:
+        """Make an arm of somebody's diff, for every selected pin that it applies to; these pins come back.
+
+        Raises:
+            NothingRanError: without ``build``, and no selected pin has an environment.
             PatchError: it is damaged, reaches outside the package, or applies to none of them.
         """
         diffs.package_changes(diffs.read_diff(diff))  # refused before minutes go into an environment
-        matrix = self.project.matrix
-        pins = {p.version: envs.ensure(self.project, p, self._say) for p in selected_pins(matrix, self.selection)}
+        if build:
+            self._check_devices()
+        looked_at = [p for p in self.pins if build or _is_built(self.project, p)]
+        for pin in (p for p in self.pins if p not in looked_at):
+            self._say(f"whether {diff.name} applies to vLLM {pin.version} shows when there is an environment of it")
+        if not looked_at:
+            raise NothingRanError(f"there is no environment to try {diff.name} on: `kvmatrix env build` makes one")
+        pins = {p.version: envs.ensure(self.project, p, self._say) for p in looked_at}
         for env in pins.values():
             envs.verify_install(env)
         sites = {version: env.site_packages for version, env in pins.items()}
@@ -89,10 +138,11 @@ class Session:
             diff, sites, self.project.home / "patches", taken=list(self.folders), replace_other=True
         )
         self._say(f"{diff.name} is the arm {imported.name}: code that is not ours, run only in the processes of its cells")
-        for line in [*(r.line for r in imported.results), *(f"{s.path}: {s.reason}" for s in imported.skipped)]:
+        for line in [*(f"{r.pin}: {r.line}" for r in imported.results), *(f"{s.path}: {s.reason}" for s in imported.skipped)]:
             self._say(f"  {line}")
         self.folders[imported.name] = imported.folder
-        self._pins_of_diff[imported.name] = tuple(imported.pins)
+        self._pins_of[imported.name] = set(imported.pins)
+        return set(imported.pins)
 
     def open(self, planned: Sequence[str]) -> Context:
         """Build or reuse the environments and arms, and start the row file.
@@ -102,17 +152,14 @@ class Session:
             KvmatrixError: an environment, a patch or the row file is not right.
         """
         matrix = self.project.matrix
-        pins = selected_pins(matrix, self.selection)
-        for pin in pins:
-            if pin.device != "host":
-                raise DeviceError(f"device {pin.device} is not on this machine")
+        self._check_devices()
         ready: dict[str, envs.PinEnv] = {}
         ready_arms: dict[tuple[str, str], Arm] = {}
-        for pin in pins:
+        for pin in self.pins:
             env = envs.ensure(self.project, pin, self._say)
             envs.verify_install(env)
             ready[pin.version] = env
-            folders = {n: f for n, f in self.folders.items() if pin.version in self._pins_of_diff.get(n, (pin.version,))}
+            folders = {name: folder for name, folder in self.folders.items() if name in self.arms_on(pin.version)}
             built = arms_module.build_arms(folders, pin.version, env.site_packages, self.project.home / "overlays")
             ready_arms |= {(pin.version, a.name): a for a in built}
         run_facts = facts.run_facts(self.argv)
@@ -176,6 +223,10 @@ def _can_preload(arms: Iterable[Arm]) -> bool:
     return all(module == NEVER_PRELOADED for arm in arms for module in arm.expected)
 
 
+def _is_built(project: Project, pin: Pin) -> bool:
+    return envs.env_name(pin, project.root) in {e.name for e in envs.list_envs(project) if e.complete}
+
+
 def _is_diff(patch: str) -> bool:
     return patch.endswith((".diff", ".patch")) or "/" in patch
 
@@ -208,6 +259,7 @@ def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:
         "device": env.pin.device,
         "distribution": env.pin.distribution,
         "lock_sha256": env.lock_sha256,
+        **({"mixed_build": envs.mixed_sentence(env)} if env.base else {}),
         "wheel_sha256": envs.wheel_sha256(env),
         **{k: v for k, v in env.facts.items() if k in ("torch", "python", "installer")},
     }

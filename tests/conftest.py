@@ -127,13 +127,20 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
         "pure-cpu-hit": (0, 160, 160, 6),
         "mixed-aligned": (128, 160, 32, 2),
         "mixed-misaligned": (32, 160, 128, 5),
+        "mixed-head-gone": (32, 0, 128, 5),
     }
 
     def make(probe: str = "mixed-misaligned", **changes: Any) -> dict[str, Any]:
         device, cpu, reuse, loads = plans[probe]
         observed: dict[str, Any] = {
             "probe": probe,
-            "plan": {"device_tokens": device, "cpu_tokens": cpu, "reuse_tokens": reuse, "needed_loads": loads},
+            "plan": {
+                "device_tokens": device,
+                "cpu_tokens": cpu,
+                "reuse_tokens": reuse,
+                "needed_loads": loads,
+                "gone_blocks": int(probe == "mixed-head-gone"),
+            },
             "tokens": [7],
             "cold_tokens": [7],
             "max_logprob_error": 1e-6,
@@ -146,6 +153,10 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
                 "preemptions": 0,
             },
             "cpu_resident_tokens": cpu,
+            "cpu_blocks": [
+                [probe != "mixed-head-gone", True, True, True, True],
+                [probe != "mixed-head-gone", False, True, True, True],
+            ],
             "pending_hits": 0,
             "imported": arm.expected,
             "seconds": 0.1,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmatrix.arms import Arm, apply_patch, build_arms, load_patch
+from kvmatrix.arms import LOOKUP, Arm, apply_patch, build_arms, load_patch
 from kvmatrix.config import Project
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import InstallChangedError, KvmatrixError, PatchError, UsageError
@@ -105,6 +105,16 @@ def test_every_arm_lists_the_files_of_all_patches(shop: Workshop) -> None:
     assert stock.expected == {"vllm.v1.x": sha256(BEFORE), "vllm.v1.y": sha256(BEFORE)}
     assert fix.expected == {"vllm.v1.x": sha256(AFTER), "vllm.v1.y": sha256(BEFORE)}
     assert fix2.expected == {"vllm.v1.x": sha256(BEFORE), "vllm.v1.y": sha256(AFTER)}
+
+
+def test_stock_alone_still_says_which_lookup_it_ran(shop: Workshop) -> None:
+    with pytest.raises(InstallChangedError, match="no lookup of this connector"):
+        build_arms({}, PIN, shop.site, shop.overlays)
+    (shop.site / LOOKUP).parent.mkdir(parents=True)
+    (shop.site / LOOKUP).write_text(BEFORE, encoding="utf-8")
+    (stock,) = build_arms({}, PIN, shop.site, shop.overlays)
+    assert stock.expected == {"vllm.v1.simple_kv_offload.manager": sha256(BEFORE)}
+    assert json.loads(stock.manifest.read_text(encoding="utf-8"))["files"][0]["source"] == str(shop.site / LOOKUP)
 
 
 def test_building_again_gives_the_same(shop: Workshop) -> None:

@@ -152,12 +152,12 @@ def test_a_home_that_is_no_folder(kvmatrix: Run, tmp_path: Path, command: str) -
     assert done.stderr.splitlines()[-1].startswith("kvmatrix: error: ")
 
 
-def test_cells_are_listed(kvmatrix: Run) -> None:
+def test_cells_are_listed(kvmatrix: Run, project: Project) -> None:
     done = kvmatrix("cells", "--backend", "CPU_ATTN", "--mode", "eager")
     assert done.returncode == ExitCode.OK
     cell = "0.32.0-host-CPU_ATTN-eager-c128-b32"
-    assert done.stdout.splitlines() == [f"{cell}-{arm}" for arm in ("stock", "decline-misaligned", "rebase-lookup")]
-    assert done.stderr == "kvmatrix: 3 cells\n"
+    assert done.stdout.splitlines() == [f"{cell}-{arm}" for arm in ("stock", *project.matrix.defaults.patches)]
+    assert done.stderr == f"kvmatrix: {1 + len(project.matrix.defaults.patches)} cells\n"
 
 
 def test_a_selection_that_leaves_nothing(called: Run) -> None:

@@ -103,6 +103,12 @@ def test_two_pins_of_one_version_and_device(tmp_path: Path, text: str) -> None:
     assert "two pins" in refused(tmp_path, text[:end] + text[start:end] + text[end:])
 
 
+def test_an_extended_pin_is_not_the_default(tmp_path: Path, text: str) -> None:
+    assert "extended" in refused(
+        tmp_path, replaced(text, 'device = "host"\ndistribution', 'device = "host"\nextended = true\ndistribution')
+    )
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -132,8 +132,8 @@ def test_the_patch_is_right_and_pays_with_the_hit(plain: Rows, bench: Bench) -> 
 
 
 def test_everything_else_passes_on_both_arms(plain: Rows, project: Project) -> None:
-    others = [r for (_, probe), r in plain.items() if probe != "mixed-misaligned"]
-    assert len(others) == 2 * (len(project.matrix.llm.probes) - 1)
+    others = [r for (_, probe), r in plain.items() if probe not in ("mixed-misaligned", "mixed-head-gone")]
+    assert len(others) == 2 * (len(project.matrix.llm.probes) - 2)
     assert {r.status for r in others} == {"PASS"}, shown(others)
     assert exit_code(list(plain.values())) is ExitCode.OK
     for (_, probe), row in plain.items():
@@ -246,7 +246,7 @@ def main() -> None:
     )
     state = engine.state()
     probes = ProbeRunner(engine, geometry, [g["attention_chunk_size"] for g in state["groups"]])
-    seen = list(probes.run(["pure-cpu-hit", "mixed-misaligned"], on_start=lambda name: None))
+    seen = list(probes.run(["pure-cpu-hit", "mixed-misaligned", "mixed-head-gone"], on_start=lambda name: None))
     here = {"imported": overlay.imported_digests(), "in_process": hasattr(engine.llm.llm_engine.engine_core, "engine_core")}
     copied = engine.worker_state()["copied_blocks"]
     print(json.dumps({"state": state["imported"], "here": here, "seen": seen, "copied": copied}), flush=True)
@@ -292,11 +292,15 @@ def test_an_engine_core_in_a_process_of_its_own(bench: Bench, tmp_path: Path) ->
     told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"state"')))
     assert told["here"]["in_process"] is False
     assert told["state"] == bench.arms[cell.arm].expected
-    pure, mixed = told["seen"]
+    pure, mixed, gone = told["seen"]
     assert pure["counters"]["external_hit_tokens"] == pure["plan"]["reuse_tokens"] > 0
     assert told["copied"]["load"] >= pure["counters"]["loaded_blocks"] > 0
     assert told["copied"]["store"] > 0
-    assert mixed["counters"]["external_hit_tokens"] == 0
+    assert mixed["counters"]["external_hit_tokens"] == gone["counters"]["external_hit_tokens"] == 0
+    head = gone["plan"]["gone_blocks"]
+    assert [any(group[:head]) for group in gone["cpu_blocks"]] == [False, False]
+    assert all(all(group) for group in mixed["cpu_blocks"])
+    assert gone["cpu_resident_tokens"] == 0 < mixed["cpu_resident_tokens"]
     for probe in told["seen"]:
         assert probe["tokens"] == probe["cold_tokens"]
         assert probe["max_logprob_error"] <= bench.project.matrix.tolerances.max_logprob_error

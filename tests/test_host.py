@@ -139,6 +139,61 @@ out = [shown(gpu), shown(cpu)[1]]
     "a plan with an unknown field is refused": Scenario(
         "", "ValueError: KVMATRIX_HOST_COPY: unknown field 'surprise'", {"surprise": 1}
     ),
+    "a worker of any release gets the copy backend and no pinned memory": Scenario(
+        """
+import sys, types
+from kvmatrix.host import copy
+
+def fitted(**content):
+    path, parent = "vllm.v1.simple_kv_offload.worker", None
+    for name in ("vllm", "vllm.v1", "vllm.v1.simple_kv_offload", path):
+        sys.modules[name] = types.ModuleType(name)
+        if parent:
+            setattr(parent, name.rpartition(".")[2], sys.modules[name])
+        parent = sys.modules[name]
+    vars(parent).update(content)
+    copy.patch_worker()
+    for name in ("vllm", "vllm.v1", "vllm.v1.simple_kv_offload", path):
+        del sys.modules[name]
+    assert parent.DmaCopyBackend is copy.HostCopyBackend
+    return parent
+
+old, new = fitted(is_pin_memory_available=lambda: True), fitted(PIN_MEMORY=True)
+out = [old.is_pin_memory_available(), hasattr(old, "PIN_MEMORY"), new.PIN_MEMORY, hasattr(new, "is_pin_memory_available")]
+""",
+        [False, False, False, False],
+        setup="",
+    ),
+    "kernels are not warmed up, in releases that would": Scenario(
+        """
+import sys, types
+from types import SimpleNamespace
+from kvmatrix.host import triton_cpu
+
+class CpuPlatform:
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.checked_by.append(cls.__name__)
+
+names = ("vllm", "vllm.platforms", "vllm.platforms.cpu")
+before = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "vllm"}
+for name in names:
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["vllm.platforms.cpu"].CpuPlatform = CpuPlatform
+triton_cpu.skip_kernel_warmup()
+triton_cpu.skip_kernel_warmup()
+for name in names:
+    del sys.modules[name]
+sys.modules.update(before)
+kernels = [SimpleNamespace(enable_jit_warmup=True), SimpleNamespace(), None]
+configs = [SimpleNamespace(checked_by=[], kernel_config=k) for k in kernels] + [SimpleNamespace(checked_by=[])]
+for config in configs:
+    CpuPlatform.check_and_update_config(config)
+out = [vars(kernels[0]), vars(kernels[1]), [c.checked_by for c in configs]]
+""",
+        [{"enable_jit_warmup": False}, {}, [["CpuPlatform"]] * 4],
+        setup="",
+    ),
     "the cache-write op does what a plain loop does": Scenario(
         """
 import torch

@@ -10,13 +10,13 @@ import pytest
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.config import Tolerances
-from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe
+from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe, judge_sweep
 
 TOLERANCES = Tolerances(max_logprob_error=0.005, max_reference_error=0.005)
 PASSED = Verdict("PASS")
 NAN = float("nan")
 Observe = Callable[..., dict[str, Any]]
-PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
 
 
 @pytest.fixture
@@ -44,6 +44,8 @@ NOT_ESTABLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "not-established: the device": ("mixed-misaligned", {"counters__device_hit_tokens": 64, "cached_tokens": 192}),
     "not-established: the CPU tier": ("pure-cpu-hit", {"cpu_resident_tokens": 128}),
     "counters": ("mixed-misaligned", {"cached_tokens": 159}),
+    "not-established: the first 1 blocks alone": ("mixed-head-gone", {"cpu_blocks": [[True] * 5, [False] * 5]}),
+    "not-established: the first 1 blocks": ("mixed-head-gone", {"cpu_blocks": [[False] * 5, [False] * 5]}),
     "not-established: 32 external": ("device-hit", {"counters__external_hit_tokens": 32, "cached_tokens": 192}),
     "no-reference": ("mixed-misaligned", {"cold": Verdict("FAIL", "reference: …")}),
 }
@@ -219,3 +221,33 @@ def test_a_case_that_is_not(
     verdict = judge_case(case(**change), arm)
     assert verdict.status == status
     assert verdict.reason.startswith(reason)
+
+
+# --- the scheduler's sweeps -------------------------------------------------------------------------------------------
+
+SWEPT = {"geometries": 9, "ideal": 64, "kept": 0, "contract": 0, "unsound": 0, "first_unsound": "here", "leaked": 0}
+SWEPT |= {"lost_aligned": 0, "first_lost_aligned": "there"}
+
+
+def test_a_sweep_that_declines_what_is_misaligned_passes(arm: Arm) -> None:
+    assert judge_sweep(SWEPT, arm.expected, arm) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"ideal": 0}, "INFRA", "vacuous: "),
+        ({"contract": 1}, "FAIL", "contract: in 1 of 9 geometries"),
+        ({"unsound": 2}, "FAIL", "unsound: 2 of 9 geometries, first here"),
+        ({"leaked": 3}, "FAIL", "leaked: CPU blocks stayed pinned in 3 of 9 geometries"),
+        ({"lost_aligned": 4}, "FAIL", "lost-reuse: 4 of 9 geometries, all aligned, first there"),
+    ],
+)
+def test_a_sweep_that_does_not(arm: Arm, change: dict[str, int], status: str, reason: str) -> None:
+    verdict = judge_sweep(SWEPT | change, arm.expected, arm)
+    assert verdict.status == status
+    assert verdict.reason.startswith(reason)
+
+
+def test_a_sweep_of_another_arm_says_nothing(arm: Arm) -> None:
+    assert judge_sweep(SWEPT, {}, arm).reason.startswith("wrong-arm: ")

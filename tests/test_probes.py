@@ -25,11 +25,13 @@ def generation(*steps: dict[int, float], tokens: list[int] | None = None) -> Gen
         ("pure-cpu-hit", 0, 160, 160, 1 + 5),
         ("mixed-aligned", 128, 160, 32, 1 + 1),
         ("mixed-misaligned", 32, 160, 128, 1 + 4),
+        ("mixed-head-gone", 32, 0, 128, 1 + 4),
     ],
 )
 def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> None:
     p = plan(probe, prompt=161, prefix=32, block=32, chunks=CHUNKS)
     assert (p.device_tokens, p.cpu_tokens, p.reuse_tokens, p.needed_loads) == (device, cpu, reuse, loads)
+    assert p.gone_blocks == (1 if probe == "mixed-head-gone" else 0)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> Non
         ("mixed-misaligned", {"prefix": 160}),
         ("mixed-misaligned", {"prefix": 40}),
         ("mixed-misaligned", {"prompt": 33}),
+        ("mixed-head-gone", {"prompt": 33}),
         ("mixed-aligned", {"prompt": 129}),
         ("mixed-aligned", {"chunks": [None]}),
     ],

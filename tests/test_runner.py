@@ -19,7 +19,7 @@ from kvmatrix.processes import JobTimeout
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, RunRow, last_attempts, read_rows
 from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells
 
-PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
 MODULE = "vllm.v1.simple_kv_offload.manager"
 STOCK = Arm(name="stock", pin="0.32.0", manifest=Path("stock.json"), patch_sha256=None, expected={MODULE: "b" * 64})
 FIX = Arm(name="fix", pin="0.32.0", manifest=Path("fix.json"), patch_sha256="a" * 64, expected={MODULE: "c" * 64})
@@ -150,8 +150,8 @@ def statuses(rows: Sequence[ProbeRow]) -> dict[str, str]:
 
 def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     fault = {"tokens": [9], "max_logprob_error": 20.0}
-    rows, ctx = run(([*went_well(mixed_misaligned=fault), DONE], 0))
-    assert statuses(rows) == dict.fromkeys(PROBES[:-1], "PASS") | {"mixed-misaligned": "FAIL"}
+    rows, ctx = run(([*went_well(mixed_misaligned=fault, mixed_head_gone=fault), DONE], 0))
+    assert statuses(rows) == dict.fromkeys(PROBES, "PASS") | {"mixed-misaligned": "FAIL", "mixed-head-gone": "FAIL"}
     assert not any(map(is_problem, rows))
     last = rows[-1]
     assert last.expected == "FAIL"
@@ -166,12 +166,12 @@ def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., 
 
 def test_an_unexpected_pass_is_a_problem(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     rows, _ = run(([*went_well(), DONE], 0))
-    assert [r.probe for r in rows if is_problem(r)] == ["mixed-misaligned"]
+    assert [r.probe for r in rows if is_problem(r)] == ["mixed-misaligned", "mixed-head-gone"]
     assert rows[-1].status == "PASS"
 
 
 def test_another_failure_than_the_expected_one(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
-    rows, _ = run(([*went_well(mixed_misaligned={"pending_hits": 1}), DONE], 0))
+    rows, _ = run(([*went_well(mixed_head_gone={"pending_hits": 1}), DONE], 0))
     assert (rows[-1].status, rows[-1].expected, rows[-1].expectation != "") == ("FAIL", "PASS", True)
 
 
@@ -365,13 +365,25 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
         }
         for case in cases
     ]
+    sweeps = runner.scheduler_sweeps(project.matrix)
+    found = {"geometries": 9, "ideal": 64, "kept": 32, "contract": 0, "unsound": 2, "first_unsound": "here", "seconds": 0.5}
+    sent = {"type": "sweep", "imported": STOCK.expected}
+    messages += [sent | {"name": sweeps[0]["name"], "refused": "refused: no such shape"}]
+    messages += [sent | {"name": s["name"], "totals": found} for s in sweeps[1:]]
     rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
-    assert [r.probe for r in rows] == [c["name"] for c in cases]
-    assert {r.probe for r in rows if r.status == "FAIL"} == {
+    assert [r.probe for r in rows] == [c["name"] for c in (*cases, *sweeps)]
+    assert {r.probe for r in rows[: len(cases)] if r.status == "FAIL"} == {
         f"{place}-tail-{tail}" for place in ("prompt81-prefix16", "prompt213-prefix144") for tail in ("present", "absent")
     }
+    refused, *swept = rows[len(cases) :]
+    assert (refused.status, refused.reason) == ("UNSUPPORTED", "refused: no such shape")
+    assert {(r.status, r.reason, r.reuse_tokens, r.external_hit_tokens) for r in swept} == {
+        ("FAIL", "unsound: 2 of 9 geometries, first here", 64, 32)
+    }
+    assert all(r.sweep == found for r in swept)
     assert not any(map(is_problem, rows))
     assert ctx.pool.sent[0]["kind"] == "scheduler"
+    assert [s["name"] for s in ctx.pool.sent[0]["sweeps"]] == [s["name"] for s in sweeps]
     assert ctx.pool.sent[0]["env"]["KVMATRIX_OVERLAY"] == "stock.json"
 
 

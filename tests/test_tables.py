@@ -88,8 +88,15 @@ def test_a_patch_whose_failures_are_excused_is_not_qualified(qualified: list[Pro
 
 
 def test_without_the_fault_on_stock_nothing_is_shown(qualified: list[ProbeRow]) -> None:
-    rows = changed(qualified, "stock", "mixed-misaligned", status="PASS", expected="PASS")
+    rows = changed(qualified, "stock", "mixed-misaligned", status="NOT_RUN", expected="FAIL")
     assert document.verdict(rows, "fix").startswith("INCOMPLETE: ")
+
+
+def test_a_release_whose_stock_is_right_is_called_that(qualified: list[ProbeRow]) -> None:
+    rows = changed(qualified, "stock", "mixed-misaligned", status="PASS", expected="PASS")
+    assert document.verdict(rows, "fix") == "QUALIFIED: 5 of 5 probes PASS; stock of this release shows no fault."
+    unexpected = changed(qualified, "stock", "mixed-misaligned", status="PASS", expected="FAIL")
+    assert document.verdict(unexpected, "fix").startswith("NOT QUALIFIED: ")
     assert document.verdict([r for r in qualified if r.cell["arm"] == "fix"], "fix").startswith("INCOMPLETE: ")
 
 
@@ -212,6 +219,32 @@ def test_lookups_beside_each_other(make_row: MakeRow) -> None:
     body = cells(tables.lookups([stock, fix, alone]))
     assert body[0] == [name, "64", "(64, True) FAIL (expected)", "(0, False) PASS"]
     assert body[1] == ["prefix0-tail-present", "80", "(80, True) PASS", "NOT_RUN"]
+
+
+def test_reuse_kept(make_row: MakeRow) -> None:
+    scheduler = {"tier": "scheduler", "chunk": 64, "block": 16}
+    sums = {"geometries": 2480, "ideal": 196928, "ideal_resident": 1000, "unsound": 0}
+    name = "reuse-one-size-all"
+    stock = make_row(
+        name,
+        "FAIL",
+        scheduler,
+        expected="FAIL",
+        reason="unsound: 696",
+        sweep=sums | {"kept": 123904, "kept_resident": 500, "unsound": 1696},
+    )
+    fix = make_row(name, "PASS", scheduler | FIX, sweep=sums | {"kept": 196927, "kept_resident": 1000})
+    refused = make_row("reuse-fine-hash-all", "UNSUPPORTED", scheduler, reason="refused: no such shape")
+    body = cells(tables.reuse([stock, fix, refused]))
+    assert body[0] == [
+        "one-size-all",
+        "2,480",
+        "196,928",
+        "62.9 % (50 %), 1,696 unsound: FAIL (expected)",
+        "99.9 % (100 %) PASS",  # one token is missing
+    ]
+    assert body[1] == ["fine-hash-all", "", "", "UNSUPPORTED", "NOT_RUN"]
+    assert "one-size" not in tables.lookups([stock, fix])
 
 
 # --- performance tables -----------------------------------------------------------------------------------------------

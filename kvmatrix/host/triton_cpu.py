@@ -66,6 +66,24 @@ def honour_backend_request() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
+def skip_kernel_warmup() -> None:
+    """From vLLM 0.33.0 a CPU worker warms Triton's kernels up. The interpreter compiles none, and fails in one of them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+    if getattr(original, "_kvmatrix", False):
+        return
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        kernels: Any = getattr(vllm_config, "kernel_config", None)
+        if hasattr(kernels, "enable_jit_warmup"):
+            kernels.enable_jit_warmup = False
+
+    check_and_update_config._kvmatrix = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 class _Capability(types.ModuleType):
     """``torch`` for the cache-write launcher, which asks the CUDA capability to choose a tile size."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +14,32 @@ from kvmatrix.records import EXECUTED, AnyRow, CellRow, EndRow, PerfRow, ProbeRo
 from kvmatrix.report import tables
 
 TABLES = "tables.md"
+MISALIGNED = "Misaligned mixed hit: the device prefix ends inside an attention chunk, the rest is in the CPU tier."
+HEAD_GONE = "The same hit with the blocks before the prefix's end gone from the CPU tier; the device holds them."
+REUSE = (
+    "External tokens that are soundly served, of all that could be, over every small geometry; in brackets the same where the"
+    " CPU tier also holds the blocks between the chunk boundary and the device prefix's end."
+)
 
 
 def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
     """One line for a patch: qualified, not qualified, or incomplete, and why. Never better than its rows."""
+    if patch == tables.STOCK:
+        return stock_verdict(rows)
     own = [r for r in rows if r.cell["arm"] == patch]
     stock = [r for r in rows if r.cell["arm"] == tables.STOCK]
     passed = sum(r.status == "PASS" for r in own)
     reproduced = sum(r.status == "FAIL" and not is_problem(r) for r in stock)
     bad = [r for r in (*own, *stock) if is_problem(r)]
     missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN")]
-    counted = f"{passed} of {len(own)} probes PASS; stock fails {reproduced} probes as expected"
+    right_itself = not reproduced and any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock)
+    of_stock = "stock of this release shows no fault" if right_itself else f"stock fails {reproduced} probes as expected"
+    counted = f"{passed} of {len(own)} probes PASS; {of_stock}"
     if bad:
         return f"NOT QUALIFIED: {len(bad)} rows are not as expected, first {bad[0].id} ({bad[0].status}). {counted}."
     if failing := [r for r in own if r.status == "FAIL"]:
         return f"NOT QUALIFIED: the patch fails {len(failing)} probes, though expected to, first {failing[0].id}. {counted}."
-    if not passed or not reproduced:
+    if not passed or not (reproduced or right_itself):
         return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
     if not any(r.cell["tier"] == "llm" and r.status == "PASS" for r in own):
         return f"INCOMPLETE: only the lookup was run, no engine. {counted}."
@@ -40,14 +51,38 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
     return f"QUALIFIED: {counted}."
 
 
+def stock_verdict(rows: Sequence[ProbeRow]) -> str:
+    """One line for the untouched vLLM: whether it shows the fault. Never better than its rows."""
+    stock = [r for r in rows if r.cell["arm"] == tables.STOCK]
+    passed, failed = (sum(r.status == status for r in stock) for status in EXECUTED)
+    ran = f"{passed} of {len(stock)} probes PASS"
+    if bad := [r for r in stock if is_problem(r)]:
+        return f"UNEXPECTED: {len(bad)} rows of stock are not as expected, first {bad[0].id} ({bad[0].status}). {ran}."
+    if failed:
+        return f"AFFECTED: stock shows the fault: {failed} of {len(stock)} probes FAIL as expected, {passed} PASS."
+    if not any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock):
+        return f"INCOMPLETE: no engine ran the misaligned mixed hit. {ran}."
+    if passed < len(stock):
+        return f"NOT AFFECTED where it ran: {len(stock) - passed} rows did not run. {ran}."
+    return f"NOT AFFECTED: {ran} on stock: the fault is not in this release."
+
+
 def pins_and_patches(rows: Sequence[ProbeRow]) -> list[tuple[str, str, str]]:
-    """(pin, device, patch) of everything that the rows qualify."""
-    return sorted({(r.cell["pin"], r.cell["device"], r.cell["arm"]) for r in rows if r.cell["arm"] != tables.STOCK})
+    """(pin, device, patch) of everything that the rows qualify; ``stock`` stands where a pin was run without any patch."""
+    found = {(r.cell["pin"], r.cell["device"], r.cell["arm"]) for r in rows}
+    patched = {(pin, device) for pin, device, arm in found if arm != tables.STOCK}
+    return sorted((pin, device, arm) for pin, device, arm in found if arm != tables.STOCK or (pin, device) not in patched)
 
 
-def conformance_summary(rows: Sequence[ProbeRow]) -> str:
-    """What a run prints last: verdicts, what is not as expected, and the table of the misaligned mixed hit."""
-    parts = []
+def mixed_builds(run: RunRow, rows: Sequence[ProbeRow]) -> list[str]:
+    """A sentence for every pin of ``rows`` that is no build which anybody ships."""
+    pins = {r.cell["pin"] for r in rows}
+    return [f["mixed_build"] for pin, f in run.facts.get("pins", {}).items() if pin in pins and "mixed_build" in f]
+
+
+def conformance_summary(rows: Sequence[ProbeRow], notes: Sequence[str] = ()) -> str:
+    """What a run prints last: ``notes``, verdicts, what is not as expected, and the table of the misaligned mixed hit."""
+    parts = list(notes)
     for pin, device, patch in pins_and_patches(rows):
         of_pin = [r for r in rows if (r.cell["pin"], r.cell["device"]) == (pin, device)]
         parts.append(f"{patch} on vLLM {pin}, {device} device: {verdict(of_pin, patch)}")
@@ -55,8 +90,12 @@ def conformance_summary(rows: Sequence[ProbeRow]) -> str:
         parts.append(left_out)
     if any(r.cell["tier"] == "scheduler" for r in rows):
         parts.append(tables.lookups(rows))
+    if any(tables.is_sweep(r) for r in rows):
+        parts.append(f"{REUSE}\n\n{tables.reuse(rows)}")
+    if any(r.probe == "mixed-head-gone" for r in rows):
+        parts.append(f"{HEAD_GONE}\n\n{tables.qualification(rows, 'mixed-head-gone')}")
     if any(r.probe == "mixed-misaligned" for r in rows):
-        parts.append(tables.qualification(rows))
+        parts.append(f"{MISALIGNED}\n\n{tables.qualification(rows)}")
     return "\n\n".join(parts)
 
 
@@ -81,11 +120,15 @@ def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
     parts = [f"# {'; '.join(titles) or 'stock alone'}"]
     for pin, device, patch in pins_and_patches(rows):
         parts.append(f"**{verdict([r for r in rows if (r.cell['pin'], r.cell['device']) == (pin, device)], patch)}**")
-    parts.append("Misaligned mixed hit: the device prefix ends inside an attention chunk, the rest is in the CPU tier.")
-    parts.append(tables.qualification(rows))
+    parts += [f"**{sentence}.**" for sentence in mixed_builds(run, rows)]
+    parts += [MISALIGNED, tables.qualification(rows)]
+    if any(r.probe == "mixed-head-gone" for r in rows):
+        parts += [HEAD_GONE, tables.qualification(rows, "mixed-head-gone")]
     if left_out := tables.left_out(rows):
         parts += ["## Not run, or not as expected", left_out]
     parts += ["## Lookup, real scheduler, no model", tables.lookups(rows)]
+    if any(tables.is_sweep(r) for r in rows):
+        parts += ["## Reuse kept", REUSE, tables.reuse(rows)]
     if perf is not None:
         parts += ["## Performance", perf_summary([r for r in perf if isinstance(r, PerfRow)])]
     parts.append(_folded("All probes", tables.probes(rows)))
@@ -114,7 +157,8 @@ def _facts(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
         body += [[f"vLLM {version}: {key}", value] for key, value in facts.items()]
     for pin, device, patch in pins_and_patches(last_attempts(conformance)):
         own = next(r for r in last_attempts(conformance) if r.cell["arm"] == patch and r.cell["pin"] == pin)
-        body.append([f"{patch} on {pin} ({device}): patch sha256", own.patch_sha256])
+        if patch != tables.STOCK:
+            body.append([f"{patch} on {pin} ({device}): patch sha256", own.patch_sha256])
         body += [[f"{patch}: imported {module}", digest] for module, digest in own.imported.items()]
     rss = max((r.max_rss_kib or 0 for r in conformance if isinstance(r, CellRow)), default=0)
     body.append(["largest cell process", f"{rss / 1024:.0f} MiB resident"])
@@ -126,7 +170,7 @@ def _facts(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
 
 def _command(run: RunRow) -> str:
     suite, *arguments = run.argv or [run.suite]
-    return f"`nox -s {suite}" + (f" -- {' '.join(arguments)}`" if arguments else "`")
+    return f"`nox -s {suite}" + (f" -- {shlex.join(arguments)}`" if arguments else "`")
 
 
 def _took(end: object) -> str:
@@ -172,6 +216,15 @@ def publish(home: Path, results: Path) -> list[Path]:
         DiskError: the folder cannot be written.
     """
     path, rows, perf = newest_pair(home)
+    return publish_run(path, rows, perf[0] if perf else None, results)
+
+
+def publish_run(path: Path, rows: list[AnyRow], perf: Path | None, results: Path) -> list[Path]:
+    """Publish one conformance run, the row file ``path``, and the perf run beside it; its tables come back.
+
+    Raises:
+        DiskError: the folder cannot be written.
+    """
     written = []
     try:
         for pin, device, patch in pins_and_patches(last_attempts(rows)):
@@ -179,7 +232,7 @@ def publish(home: Path, results: Path) -> list[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / "conformance.jsonl")
             if perf:
-                shutil.copyfile(perf[0], folder / "perf.jsonl")
+                shutil.copyfile(perf, folder / "perf.jsonl")
             written.append(write_tables(folder))
     except OSError as e:
         raise DiskError(f"cannot write the report to {results}: {e.strerror}") from e

@@ -53,9 +53,9 @@ def _cached(row: ProbeRow) -> str:
     return f"{row.cached_tokens} ({row.device_hit_tokens} + {row.external_hit_tokens})"
 
 
-def qualification(rows: Sequence[ProbeRow]) -> str:
+def qualification(rows: Sequence[ProbeRow], probe: str = "mixed-misaligned") -> str:
     """The table that matters most: the misaligned mixed hit of every LLM cell, arm beside arm."""
-    shown = [r for r in rows if r.cell["tier"] == "llm" and r.probe == "mixed-misaligned"]
+    shown = [r for r in rows if r.cell["tier"] == "llm" and r.probe == probe]
     body = [
         [
             r.cell["pin"],
@@ -67,13 +67,14 @@ def qualification(rows: Sequence[ProbeRow]) -> str:
             r.cell["arm"],
             _tokens(r),
             _cached(r),
+            r.reuse_tokens,
             number(r.max_logprob_error),
             status_text(r),
         ]
         for r in sorted(shown, key=_cell_order)
     ]
     headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "arm", "token: cold → mixed"]
-    headers += ["cached (device + CPU)", "max logprob error", "status"]
+    headers += ["cached (device + CPU)", "CPU, ideal", "max logprob error", "status"]
     return _without_single_pin(headers, body)
 
 
@@ -113,18 +114,52 @@ def probes(rows: Sequence[ProbeRow]) -> str:
 
 def lookups(rows: Sequence[ProbeRow]) -> str:
     """The scheduler tier's cases, one line a case, one column an arm."""
-    cases: dict[tuple[str, str], dict[str, ProbeRow]] = {}
-    arms: list[str] = []
-    for row in rows:
-        if row.cell["tier"] == "scheduler":
-            cases.setdefault((row.cell["pin"], row.probe), {})[row.cell["arm"]] = row
-            if row.cell["arm"] not in arms:
-                arms.append(row.cell["arm"])
+    cases, arms = _by_case([r for r in rows if r.cell["tier"] == "scheduler" and not is_sweep(r)])
     body = []
     for (pin, name), by_arm in cases.items():
         ideal = next(iter(by_arm.values())).reuse_tokens
         body.append([pin, name, ideal, *(_answer(by_arm.get(a)) for a in arms)])
     return _without_single_pin(["vLLM", "case", "soundly servable tokens", *arms], body)
+
+
+def _by_case(rows: Sequence[ProbeRow]) -> tuple[dict[tuple[str, str], dict[str, ProbeRow]], list[str]]:
+    """(pin, probe) -> arm -> row, and the arms, both in the order of first appearance."""
+    cases: dict[tuple[str, str], dict[str, ProbeRow]] = {}
+    for row in rows:
+        cases.setdefault((row.cell["pin"], row.probe), {})[row.cell["arm"]] = row
+    return cases, list(dict.fromkeys(r.cell["arm"] for r in rows))
+
+
+def is_sweep(row: ProbeRow) -> bool:
+    return row.probe.startswith("reuse-")
+
+
+def reuse(rows: Sequence[ProbeRow]) -> str:
+    """The sweeps: of all tokens that could soundly be served, the share that each arm soundly serves.
+
+    The share in brackets is over the geometries where the CPU tier also holds the blocks between the chunk boundary and the
+    prefix's end.
+    """
+    cases, arms = _by_case([r for r in rows if is_sweep(r)])
+    body = []
+    for (pin, name), by_arm in cases.items():
+        sums = next((r.sweep for r in by_arm.values() if r.sweep), {})
+        shown = [f"{sums[key]:,}" for key in ("geometries", "ideal")] if sums else ["", ""]
+        body.append([pin, name.removeprefix("reuse-"), *shown, *(_share(by_arm.get(a)) for a in arms)])
+    return _without_single_pin(["vLLM", "shapes, CPU tier", "geometries", "servable tokens", *arms], body)
+
+
+def _share(row: ProbeRow | None) -> str:
+    if row is None or not row.sweep:
+        return "NOT_RUN" if row is None else status_text(row)
+    s = row.sweep
+    kept = f"{percent(s['kept'], s['ideal'])} ({percent(s['kept_resident'], s['ideal_resident'])})"
+    return f"{kept}, {s['unsound']:,} unsound: {status_text(row)}" if s["unsound"] else f"{kept} {status_text(row)}"
+
+
+def percent(part: int | float | str, whole: int | float | str) -> str:
+    """``part`` of ``whole`` in percent, rounded down: what is not all of it is never shown as 100 %."""
+    return f"{int(1000 * int(part) / int(whole)) / 10:g} %" if whole else "none"
 
 
 def _answer(row: ProbeRow | None) -> str:
