@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from kvmatrix.config import Geometry, Matrix, Pin
+from kvmatrix import oracle
+from kvmatrix.config import Geometry, Level, Matrix, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
 ALL = "all"
 """In place of a pin's version: every pin of the device that is not extended."""
-DEFAULTS = {"dtype": "float32", "offload": "eager"}
+DEFAULTS = {"layers": "cf", "dtype": "float32", "offload": "eager"}
 """Axis values that an id leaves out."""
+LEVELS = get_args(Level)
 
 
 class Cell(BaseModel):
@@ -36,13 +38,29 @@ class Cell(BaseModel):
     prompt: int
     prefix: int = 0
     layers: str = "cf"
+    new_tokens: int = 0
+    """Tokens to generate, where more than ``llm.new_tokens``."""
 
     @property
     def id(self) -> str:
-        """``<pin>-<device>-<tier or backend-mode>-c<chunk>-b<block>[-non-defaults]-<arm>``."""
-        kind = [self.backend, self.mode] if self.tier == "llm" else ["scheduler"]
+        """``<pin>-<device>-<tier or backend-mode>-c<chunk>-b<block>[-p<prompt>-d<prefix>][-non-defaults]-<arm>``.
+
+        Prompt and device prefix are an LLM cell's.
+        """
+        llm = self.tier == "llm"
+        kind = [self.backend, self.mode] if llm else ["scheduler"]
+        sizes = [f"c{self.chunk}", f"b{self.block}", *([f"p{self.prompt}", f"d{self.prefix}"] if llm else [])]
         extra = [str(getattr(self, name)) for name, default in DEFAULTS.items() if getattr(self, name) != default]
-        return "-".join([self.pin, self.device, *kind, f"c{self.chunk}", f"b{self.block}", *extra, self.arm])
+        extra += [f"n{self.new_tokens}"] if self.new_tokens else []
+        return "-".join([self.pin, self.device, *kind, *sizes, *extra, self.arm])
+
+    @property
+    def hit_class(self) -> str:
+        """Class of the misaligned mixed hit, of :func:`kvmatrix.oracle.mixed_hit_class`; ``control`` without chunked layers."""
+        if "c" not in self.layers:
+            return "control"
+        hit = (self.prompt - 1) // self.block * self.block - self.prefix
+        return oracle.mixed_hit_class(self.chunk, self.prefix, hit)
 
     @property
     def kv_groups(self) -> int:
@@ -66,6 +84,7 @@ class Selection(BaseModel):
     blocks: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
+    level: Level = "default"
 
     @field_validator("pins", "arms", "patches", "backends", "modes", "chunks", "blocks", "dtypes", "tiers")
     @classmethod
@@ -88,7 +107,7 @@ def check_selection(matrix: Matrix, selection: Selection) -> None:
     known: dict[str, tuple[Sequence[object], Sequence[object]]] = {
         "backend": (selection.backends, sorted({b for p in pins for b in p.backends})),
         "mode": (selection.modes, sorted(matrix.axes.mode)),
-        "dtype": (selection.dtypes, sorted(matrix.axes.dtype)),
+        "dtype": (selection.dtypes, sorted({*matrix.axes.dtype, *(d for g in matrix.geometries for d in g.dtypes)})),
         "chunk": (selection.chunks, sorted({g.chunk for g in matrix.geometries} | {matrix.scheduler.chunk})),
         "block": (selection.blocks, sorted({g.block for g in matrix.geometries} | {matrix.scheduler.block})),
         "tier": (selection.tiers, ["llm", "scheduler"]),
@@ -129,7 +148,8 @@ def plan_cells(matrix: Matrix, selection: Selection, arms: Sequence[str]) -> lis
         cells += list(_scheduler_cells(matrix, selection, pin, chosen))
         cells += list(_llm_cells(matrix, selection, pin, chosen))
     if not cells:
-        raise UsageError("the selection leaves no cell: no geometry of matrix.toml has this backend, chunk and block together")
+        more = "" if selection.level == "full" else f" in the {selection.level} selection: --full has all geometries"
+        raise UsageError(f"the selection leaves no cell: no geometry of matrix.toml has these values together{more}")
     return cells
 
 
@@ -162,8 +182,11 @@ def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[st
     for geometry in matrix.geometries:
         if not _kept(selection, "llm", geometry.chunk, geometry.block):
             continue
+        if LEVELS.index(geometry.level) > LEVELS.index(selection.level):
+            continue
+        modes = [m for m in axes.mode if not geometry.modes or m in geometry.modes]
         for backend, mode, dtype, offload, arm in itertools.product(
-            _backends(geometry, selection, pin), axes.mode, axes.dtype, axes.offload, arms
+            _backends(geometry, selection, pin), modes, geometry.dtypes or axes.dtype, axes.offload, arms
         ):
             if (selection.modes and mode not in selection.modes) or (selection.dtypes and dtype not in selection.dtypes):
                 continue
@@ -180,7 +203,8 @@ def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[st
                 offload=offload,
                 prompt=geometry.prompt,
                 prefix=geometry.prefix,
-                layers=matrix.llm.layers,
+                layers=geometry.layers or matrix.llm.layers,
+                new_tokens=geometry.new_tokens,
             )
 
 

@@ -47,6 +47,9 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--chunk", action="append", default=[], type=int, metavar="TOKENS", help="attention chunk size")
     axes.add_argument("--block", action="append", default=[], type=int, metavar="TOKENS", help="KV-cache block size")
     axes.add_argument("--dtype", action="append", default=[], metavar="DTYPE", help="float32 or bfloat16")
+    level = axes.add_mutually_exclusive_group()
+    level.add_argument("--quick", dest="level", action="store_const", const="quick", help="the smallest geometries alone")
+    level.add_argument("--full", dest="level", action="store_const", const="full", help="every geometry")
     axes.add_argument("--tier", action="append", default=[], metavar="TIER", help="scheduler or llm")
 
 
@@ -67,6 +70,7 @@ def _selection(args: argparse.Namespace) -> Selection:
         blocks=tuple(args.block),
         dtypes=tuple(args.dtype),
         tiers=tuple(args.tier),
+        level=args.level or "default",
     )
 
 
@@ -85,6 +89,7 @@ def build_parser() -> Parser:
     _add_axes(cells)
     report = commands.add_parser("report", help="publish the newest run's rows and tables under results/")
     report.add_argument("--check", action="store_true", help="only verify that the published tables equal their rows")
+    report.add_argument("--run", default="", metavar="ID", help="publish this conformance run, in place of the newest")
     commands.add_parser("doctor", help="say what this machine can run, and why the rest cannot")
     env = commands.add_parser("env", help="list, build or remove the pins' environments")
     env.add_argument("action", choices=["list", "build", "remove"])
@@ -232,7 +237,7 @@ def run_report(project: Project, args: argparse.Namespace, argv: list[str]) -> i
         if not stale and not any(project.results.glob(f"*/*/*/*/{document.TABLES}")):
             raise NothingRanError("results/ holds no published tables: run `nox -s report` first")
         return ExitCode.UNEXPECTED if stale else ExitCode.OK
-    for path in document.publish(project.home, project.results):
+    for path in document.publish(project.home, project.results, args.run):
         print(path.read_text(encoding="utf-8"))
         _say(f"written: {path.relative_to(project.root)}")
     return ExitCode.OK

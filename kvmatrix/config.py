@@ -14,6 +14,8 @@ from kvmatrix.errors import DeviceError, UsageError
 
 DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
+DType = Literal["float32", "bfloat16"]
+Level = Literal["quick", "default", "full"]
 ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
@@ -65,6 +67,16 @@ class Geometry(Strict):
     chunk: PositiveInt
     prompt: PositiveInt
     prefix: PositiveInt
+    layers: str = Field(default="", pattern="^[cf]*$")
+    """Chunked-local and full layers in order; empty: ``llm.layers``."""
+    new_tokens: int = Field(default=0, ge=0)
+    """Tokens to generate, where more than ``llm.new_tokens``."""
+    modes: tuple[Mode, ...] = ()
+    """Only these of ``axes.mode``; empty: all."""
+    dtypes: tuple[DType, ...] = ()
+    """In place of ``axes.dtype``; empty: those."""
+    level: Level = "default"
+    """The smallest selection that has it: ``quick`` is part of ``default``, and that of ``full``."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Geometry:
@@ -79,7 +91,7 @@ class Geometry(Strict):
 
 class Axes(Strict):
     mode: tuple[Mode, ...]
-    dtype: tuple[Literal["float32", "bfloat16"], ...]
+    dtype: tuple[DType, ...]
     offload: tuple[Literal["eager", "lazy"], ...]
 
 
@@ -236,11 +248,13 @@ class Matrix(Strict):
             for backend in geometry.backends:
                 if backend not in known:
                     raise ValueError(f"geometry names backend {backend!r}, no pin has it: known are {', '.join(sorted(known))}")
-                key = (backend, geometry.chunk, geometry.block)
+                what = geometry.model_dump(exclude={"backends", "modes", "dtypes", "level"})
+                key = (backend, *what.values())
                 if key in seen:
-                    raise ValueError(f"two geometries have backend {backend}, chunk {key[1]} and block {key[2]}")
+                    told = ", ".join(f"{name} {value}" for name, value in what.items() if value)
+                    raise ValueError(f"two geometries have backend {backend}, {told}")
                 seen.add(key)
-        unused = known - {backend for backend, _, _ in seen}
+        unused = known - {str(key[0]) for key in seen}
         if unused:
             raise ValueError(f"backend {min(unused)} of a pin has no geometry: its cells would silently be missing")
         if self.perf.backend not in known:

@@ -65,6 +65,8 @@ def _pin_rows(project: Project, pin: Pin) -> list[list[str]]:
         how = "under Triton's interpreter" if INTERPRETER_ENV.items() <= parent_env(pin.device, backend).items() else ""
         for mode in project.matrix.axes.mode:
             blocked = f"no: {reason}" if mode == "compiled" and reason else ""
+            if pin.device != "host":
+                blocked = f"no: device {pin.device} is not on this machine"
             rows.append([pin.version, pin.device, backend, mode, blocked or f"yes {how}".strip() + f"; {state}"])
     return rows
 

@@ -30,6 +30,7 @@ class Expectation(BaseModel):
     tier: tuple[str, ...] = ()
     probe: tuple[str, ...] = ()
     """Names, or patterns such as ``reuse-*``."""
+    hit_class: tuple[str, ...] = ()
     pin: tuple[str, ...] = ()
     device: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
@@ -47,8 +48,8 @@ class Expectation(BaseModel):
         return message
 
     def matches(self, cell: Cell, probe: str) -> bool:
-        facts = cell.model_dump()
-        axes = ("arm", "tier", "pin", "device", "backend", "mode", "chunk", "block")
+        facts = cell.model_dump() | {"hit_class": cell.hit_class}
+        axes = ("arm", "tier", "hit_class", "pin", "device", "backend", "mode", "chunk", "block")
         named = not self.probe or any(fnmatchcase(probe, pattern) for pattern in self.probe)
         return named and all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
 

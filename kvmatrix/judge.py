@@ -23,7 +23,7 @@ def requested(cell: Cell) -> dict[str, Any]:
         "backend": cell.backend,
         "mode": cell.mode,
         "block_size": cell.block,
-        "attention_chunk_size": cell.chunk,
+        "attention_chunk_size": cell.chunk if "c" in cell.layers else None,
         "dtype": cell.dtype,
         "offload": cell.offload,
     }

@@ -358,8 +358,11 @@ def _run(command: list[str], folder: Path, environ: Mapping[str, str], timeout_s
             check=True,
         )
     except subprocess.CalledProcessError as e:
-        full = any(message in e.stdout + e.stderr for message in DISK_MESSAGES)
-        raise (DiskError if full else EnvironmentBuildError)(f"{failure}: {reason(e.stdout + e.stderr)}") from e
+        output = e.stdout + e.stderr
+        if any(message in output for message in DISK_MESSAGES):
+            where = "free some, or set KVMATRIX_HOME and TMPDIR to folders on another disk"
+            raise DiskError(f"{failure}: no space left on the disk: {where}") from e
+        raise EnvironmentBuildError(f"{failure}: {reason(output)}") from e
     except (subprocess.TimeoutExpired, OSError) as e:
         raise EnvironmentBuildError(f"{failure}: {e}") from e
     return done.stdout

@@ -54,6 +54,8 @@ class Added:
             parts.append(tables.table(["patch", f"on {self.pin.version}", "detail"], patches))
         parts.append("\n".join(self._verdicts()))
         parts.append("\n".join(f"written: {name}" for name in self.written))
+        if self.trial is not None:
+            parts.append(f"Every backend and mode: `nox -s conformance -- --pin {self.pin.version}`")
         return "\n\n".join(parts)
 
     def _facts(self) -> list[list[object]]:

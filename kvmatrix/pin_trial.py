@@ -50,6 +50,8 @@ def run(project: Project, pin: Pin, patches: Sequence[str], console: Console, st
         session.open(planned_ids(cells, project))
         rows = session.run_cells(cells)
         code = exit_code(rows)
+        if stock_only and code is ExitCode.UNEXPECTED:
+            code = ExitCode.INFRA  # what is expected is only being found out: nothing to be published as a result
     except KvmatrixError as e:
         code = e.code
         raise

@@ -34,6 +34,7 @@ def general() -> None:
         ops.define_missing()
         triton_cpu.honour_backend_request()
         triton_cpu.skip_kernel_warmup()
+        triton_cpu.sample_without_triton()
         triton_cpu.answer_capability()
         triton_cpu.run_flex_uncompiled()
 

@@ -18,10 +18,12 @@ from typing import Any, Literal
 from kvmatrix import facts, judge
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
+from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import Matrix
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
+from kvmatrix.probes import plan
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
 from kvmatrix.reuse import RESIDENCIES
@@ -76,8 +78,17 @@ class Outcome:
 def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
     """Names of the probes (LLM) or of the cases and sweeps (scheduler) of a cell, in the order in which they run."""
     if cell.tier == "llm":
-        return list(matrix.llm.probes)
+        return [name for name in matrix.llm.probes if _can_be_established(name, cell)]
     return [case["name"] for case in (*scheduler_cases(matrix), *scheduler_sweeps(matrix))]
+
+
+def _can_be_established(probe: str, cell: Cell) -> bool:
+    chunks = [cell.chunk if kind == "c" else None for kind in cell.layers]
+    try:
+        plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, chunks=chunks)
+    except ValueError:
+        return False
+    return True
 
 
 def probe_id(cell: Cell, probe: str) -> str:
@@ -126,14 +137,17 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
     if cell.tier == "scheduler":
         return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix), "sweeps": scheduler_sweeps(ctx.matrix)}
     llm = ctx.matrix.llm
-    new_tokens = max(llm.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
+    new_tokens = max(llm.new_tokens, cell.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
+    geometry = llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens)
+    checkpoint = {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size}
+    if geometry["max_model_len"] > CheckpointSpec.max_position_embeddings:
+        checkpoint["max_position_embeddings"] = 2 * geometry["max_model_len"]
     return base | {
         "kind": "cell",
-        "probes": list(llm.probes),
+        "probes": probe_names(cell, ctx.matrix),
         "checkpoints": str(ctx.home / "checkpoints"),
-        "checkpoint": {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size},
-        "geometry": llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens)
-        | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
+        "checkpoint": checkpoint,
+        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
     }
 
 
@@ -433,4 +447,4 @@ def expected_seconds(cell: Cell) -> float:
     if cell.tier == "scheduler":
         return 15
     base = {"CPU_ATTN": 6.0, "FLEX_ATTENTION": 9.0, "TRITON_ATTN": 35.0}.get(cell.backend, 10.0)
-    return base + (20.0 if cell.mode == "compiled" else 0.0)
+    return base + (20.0 if cell.mode == "compiled" else 0.0) + 0.1 * cell.new_tokens

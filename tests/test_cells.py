@@ -40,18 +40,18 @@ def test_ids_are_unique(matrix: Matrix) -> None:
 
 def test_ids_are_stable(make_cell: Callable[..., Cell]) -> None:
     """They name files and join rows of different runs."""
-    assert make_cell().id == "0.32.0-host-CPU_ATTN-eager-c128-b32-stock"
+    assert make_cell().id == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-stock"
     assert make_cell(tier="scheduler", chunk=64, block=16).id == "0.32.0-host-scheduler-c64-b16-stock"
-    assert probe_id(make_cell(arm="fix"), "cold") == "0.32.0-host-CPU_ATTN-eager-c128-b32-fix-cold"
+    assert probe_id(make_cell(arm="fix"), "cold") == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-fix-cold"
 
 
 def test_a_default_vanishes_from_the_id(make_cell: Callable[..., Cell]) -> None:
     plain = make_cell()
     assert plain.dtype not in plain.id.split("-")
     assert plain.id == make_cell(dtype="float32", offload="eager").id
-    assert make_cell(dtype="bfloat16").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-bfloat16-stock"
-    assert make_cell(offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-lazy-stock"
-    assert make_cell(dtype="bfloat16", offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-bfloat16-lazy-stock"
+    assert make_cell(dtype="bfloat16").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-bfloat16-stock"
+    assert make_cell(offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-lazy-stock"
+    assert make_cell(dtype="bfloat16", offload="lazy").id == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-bfloat16-lazy-stock"
 
 
 def test_the_whole_matrix(matrix: Matrix) -> None:
@@ -82,7 +82,7 @@ def test_stock_comes_first_within_a_geometry(matrix: Matrix) -> None:
         ({"arms": ("fix",)}, lambda c: c.arm == "fix"),
         (
             {"backends": ("CPU_ATTN",), "modes": ("eager",), "arms": ("stock",)},
-            lambda c: c.id.endswith("CPU_ATTN-eager-c128-b32-stock"),
+            lambda c: (c.backend, c.mode, c.arm) == ("CPU_ATTN", "eager", "stock"),
         ),
     ],
     ids=["backend", "backends", "mode", "dtype", "chunk", "block", "tier", "arm", "together"],
@@ -122,7 +122,39 @@ def test_the_first_unknown_of_several_is_named(matrix: Matrix) -> None:
 
 def test_a_selection_that_leaves_nothing(matrix: Matrix) -> None:
     """Each value is known, but no cell has them together."""
-    assert "leaves no cell" in refused(matrix, backends=("CPU_ATTN",), chunks=(64,))
+    assert "--full has all geometries" in refused(matrix, backends=("TRITON_ATTN",), chunks=(256,))
+    assert "leaves no cell" in (told := refused(matrix, backends=("TRITON_ATTN",), blocks=(64,), chunks=(64,), level="full"))
+    assert "--full" not in told
+
+
+def test_levels_contain_each_other(matrix: Matrix) -> None:
+    quick, default, full = (
+        {c.id for c in plan_cells(matrix, Selection(level=level), ARMS)} for level in ("quick", "default", "full")
+    )
+    assert quick < default < full
+
+
+def test_the_default_has_every_class_and_the_prefix_in_the_first_three_chunks(matrix: Matrix) -> None:
+    cells = [c for c in plan_cells(matrix, Selection(), ["stock"]) if c.tier == "llm"]
+    assert {c.hit_class for c in cells} == {"corrupt", "safe-short", "safe-crossing", "control"}
+    assert {c.prefix // c.chunk for c in cells} == {0, 1, 2}
+    assert {c.chunk for c in cells} == {64, 128, 256}
+    assert {c.block for c in cells} == {16, 32, 64}
+    assert {c.kv_groups for c in cells if c.hit_class != "control"} >= {2, 4}
+    assert any(c.new_tokens > (c.chunk - c.prompt % c.chunk) for c in cells), "an answer that goes on over a chunk boundary"
+
+
+def test_the_class_of_a_hit(make_cell: Callable[..., Cell]) -> None:
+    assert make_cell(prompt=161).hit_class == make_cell(prompt=255).hit_class == "corrupt"
+    assert make_cell(prompt=129).hit_class == "safe-short"
+    assert make_cell(prompt=257).hit_class == "safe-crossing"
+    assert make_cell(layers="ff").hit_class == "control"
+
+
+def test_an_id_tells_geometries_apart(make_cell: Callable[..., Cell]) -> None:
+    made = [make_cell(), make_cell(prompt=255), make_cell(prefix=64), make_cell(layers="ccf"), make_cell(new_tokens=40)]
+    assert len({c.id for c in made}) == len(made)
+    assert make_cell(layers="ccf", new_tokens=40).id == "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32-ccf-n40-stock"
 
 
 def test_a_value_given_twice_gives_its_cells_once(matrix: Matrix) -> None:

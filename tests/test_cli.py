@@ -153,15 +153,15 @@ def test_a_home_that_is_no_folder(kvmatrix: Run, tmp_path: Path, command: str) -
 
 
 def test_cells_are_listed(kvmatrix: Run, project: Project) -> None:
-    done = kvmatrix("cells", "--backend", "CPU_ATTN", "--mode", "eager")
+    done = kvmatrix("cells", "--backend", "CPU_ATTN", "--mode", "eager", "--quick")
     assert done.returncode == ExitCode.OK
-    cell = "0.32.0-host-CPU_ATTN-eager-c128-b32"
+    cell = "0.32.0-host-CPU_ATTN-eager-c128-b32-p161-d32"
     assert done.stdout.splitlines() == [f"{cell}-{arm}" for arm in ("stock", *project.matrix.defaults.patches)]
     assert done.stderr == f"kvmatrix: {1 + len(project.matrix.defaults.patches)} cells\n"
 
 
 def test_a_selection_that_leaves_nothing(called: Run) -> None:
-    assert "leaves no cell" in error_of(called("cells", "--backend", "CPU_ATTN", "--chunk", "64"), ExitCode.USAGE)
+    assert "leaves no cell" in error_of(called("cells", "--backend", "TRITON_ATTN", "--chunk", "256"), ExitCode.USAGE)
 
 
 def test_the_version_and_the_help(kvmatrix: Run) -> None:

@@ -93,9 +93,11 @@ def test_a_bad_geometry(tmp_path: Path, text: str, old: str, new: str, what: str
 
 
 def test_two_geometries_that_would_share_their_cells_ids(tmp_path: Path, text: str) -> None:
-    """An id has no prompt in it: the second geometry's rows would replace the first one's."""
-    extra = '[[geometries]]\nbackends = ["CPU_ATTN"]\nblock = 32\nchunk = 128\nprompt = 321\nprefix = 32\n\n'
-    refused(tmp_path, replaced(text, "[[geometries]]", extra + "[[geometries]]"))
+    """Modes and level are not in an id: the second geometry's rows would replace the first one's."""
+    extra = '[[geometries]]\nmodes = ["eager"]\nbackends = ["CPU_ATTN"]\nblock = 32\nchunk = 128\nprompt = 161\nprefix = 32\n\n'
+    start = text.index("[[geometries]]")
+    told = refused(tmp_path, text[:start] + extra + text[start:])
+    assert "two geometries have backend CPU_ATTN, block 32, chunk 128, prompt 161, prefix 32" in told
 
 
 def test_two_pins_of_one_version_and_device(tmp_path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ class Bench:
         self._runs = itertools.count()
 
     def cells(self) -> list[Cell]:
-        selection = Selection(backends=("CPU_ATTN",), modes=("eager",))
+        selection = Selection(backends=("CPU_ATTN",), modes=("eager",), level="quick")
         return plan_cells(self.project.matrix, selection, [STOCK, self.patch])
 
     def run(self, cells: Sequence[Cell]) -> tuple[list[ProbeRow], list[CellRow]]:

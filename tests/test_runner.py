@@ -455,3 +455,19 @@ def test_ctrl_c_ends_the_children_and_keeps_the_rows(
         run_cells([make_cell()], ctx, 1, Progress())
     assert ctx.pool.closing
     assert len([r for r in read_rows(ctx.writer.path) if isinstance(r, ProbeRow)]) == len(PROBES)
+
+
+def test_a_cell_is_asked_only_what_its_geometry_can_establish(make_cell: Callable[..., Cell], project: Project) -> None:
+    every = list(project.matrix.llm.probes)
+    assert runner.probe_names(make_cell(), project.matrix) == every
+    short, control = make_cell(prompt=129), make_cell(layers="ff")
+    assert runner.probe_names(short, project.matrix) == [p for p in every if p != "mixed-aligned"]
+    assert runner.probe_names(control, project.matrix) == [p for p in every if p != "mixed-aligned"]
+
+
+def test_what_a_longer_cell_is_sent(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
+    ctx = make_context()
+    job = cell_job(make_cell(prompt=577, prefix=320, block=64, chunk=256, new_tokens=40), ctx)
+    assert job["geometry"]["new_tokens"] == 40
+    assert job["checkpoint"]["max_position_embeddings"] >= job["geometry"]["max_model_len"] >= 577 + 40
+    assert "max_position_embeddings" not in cell_job(make_cell(), ctx)["checkpoint"], "small ones stay what they were"

@@ -361,6 +361,14 @@ def test_published_tables_are_what_their_rows_give(home: Path, tmp_path: Path) -
     assert document.tables_of(written.parent).encode() == written.read_bytes()
 
 
+def test_a_named_run_is_published(home: Path, tmp_path: Path) -> None:
+    run = document.newest_pair(home)[1][0].run
+    (written,) = document.publish(home, tmp_path / "results", run)
+    assert written.parent.name == run
+    with pytest.raises(NothingRanError, match="with the id 20990101T000000Z-ffff"):
+        document.publish(home, tmp_path / "results", "20990101T000000Z-ffff")
+
+
 def test_one_changed_byte_is_found(home: Path, tmp_path: Path) -> None:
     (written,) = document.publish(home, tmp_path / "results")
     data = written.read_bytes()

@@ -102,6 +102,13 @@ def answer_capability() -> None:
     launcher.torch = _Capability("torch")
 
 
+def sample_without_triton() -> None:
+    """The top-k and top-p kernel cannot be interpreted, and a start of some releases runs it: sample as without Triton."""
+    import vllm.v1.sample.ops.topk_topp_sampler as sampler
+
+    sampler.HAS_TRITON = False
+
+
 def run_flex_uncompiled() -> None:
     """FLEX_ATTENTION's own ``torch.compile`` calls fail in inductor's CPU code for paged masks: call it uncompiled."""
     import vllm.v1.attention.backends.flex_attention as flex

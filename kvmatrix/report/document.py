@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvmatrix.errors import DiskError, NothingRanError
@@ -181,15 +182,17 @@ def _code(end: object) -> object:
     return end.exit_code if isinstance(end, EndRow) else "none"
 
 
-def newest_pair(home: Path) -> tuple[Path, list[AnyRow], tuple[Path, list[AnyRow]] | None]:
-    """The newest conformance run that came to its end, and the newest perf run after it.
+def newest_pair(home: Path, run: str = "") -> tuple[Path, list[AnyRow], tuple[Path, list[AnyRow]] | None]:
+    """The newest conformance run that came to its end (or the one with the id ``run``), and the newest perf run after it.
 
     Raises:
         NothingRanError: there is none.
     """
-    found = next((f for f in newest_runs(home, "conformance", strict=True) if is_whole(f[1])), None)
+    whole = (f for f in newest_runs(home, "conformance", strict=True) if is_whole(f[1]))
+    found = next((f for f in whole if run in ("", f[1][0].run)), None)
     if found is None:
-        raise NothingRanError("no finished conformance run on this machine: run `nox -s conformance` first")
+        named = f" with the id {run}" if run else ""
+        raise NothingRanError(f"no finished conformance run{named} on this machine: run `nox -s conformance` first")
     path, rows = found
     later = (f for f in newest_runs(home, "perf", strict=True) if f[1][0].run > rows[0].run and is_whole(f[1]))
     perf = next((f for f in later if _pins(f[1]) <= _pins(rows)), None)
@@ -208,14 +211,16 @@ def _pins(rows: list[AnyRow]) -> set[str]:
     return set(run.facts.get("pins", {}))
 
 
-def publish(home: Path, results: Path) -> list[Path]:
+def publish(home: Path, results: Path, run: str = "") -> list[Path]:
     """Copy the newest runs' rows to ``results/<pin>/<device>/<patch>/<run>/`` and write their tables beside them.
+
+    ``run``: the conformance run to publish, in place of the newest.
 
     Raises:
         NothingRanError: there is no finished run.
         DiskError: the folder cannot be written.
     """
-    path, rows, perf = newest_pair(home)
+    path, rows, perf = newest_pair(home, run)
     return publish_run(path, rows, perf[0] if perf else None, results)
 
 
@@ -223,20 +228,34 @@ def publish_run(path: Path, rows: list[AnyRow], perf: Path | None, results: Path
     """Publish one conformance run, the row file ``path``, and the perf run beside it; its tables come back.
 
     Raises:
-        DiskError: the folder cannot be written.
+        DiskError: a folder cannot be written; none of them is left.
     """
     written = []
-    try:
-        for pin, device, patch in pins_and_patches(last_attempts(rows)):
-            folder = results / pin / device / patch / rows[0].run
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / "conformance.jsonl")
-            if perf:
-                shutil.copyfile(perf, folder / "perf.jsonl")
-            written.append(write_tables(folder))
-    except OSError as e:
-        raise DiskError(f"cannot write the report to {results}: {e.strerror}") from e
+    with ExitStack() as undo:
+        try:
+            for pin, device, patch in pins_and_patches(last_attempts(rows)):
+                folder = results / pin / device / patch / rows[0].run
+                if not folder.exists():
+                    undo.callback(_remove, folder, results)
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / "conformance.jsonl")
+                if perf:
+                    shutil.copyfile(perf, folder / "perf.jsonl")
+                written.append(write_tables(folder))
+        except OSError as e:
+            raise DiskError(f"cannot write the report to {results}: {e.strerror}") from e
+        undo.pop_all()
     return written
+
+
+def _remove(folder: Path, results: Path) -> None:
+    """Delete a published folder, and those above it that hold nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for parent in folder.parents:
+            if parent == results.parent:
+                break
+            parent.rmdir()
 
 
 def tables_of(folder: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from kvmatrix.cells import Cell
 from kvmatrix.expectations import is_problem
 from kvmatrix.records import PerfRow, ProbeRow
 from kvmatrix.stats import paired_ratio
@@ -40,10 +41,18 @@ def number(value: float | None) -> str:
     return f"{value:.3f}" if value >= 0.01 else f"{value:.1e}" if value else "0"
 
 
+SHOWN_TOKENS = 2
+
+
+def _short(tokens: Sequence[int]) -> str:
+    more = f",… ({len(tokens)})" if len(tokens) > SHOWN_TOKENS else ""
+    return ",".join(map(str, tokens[:SHOWN_TOKENS])) + more
+
+
 def _tokens(row: ProbeRow) -> str:
     if row.tokens is None or row.cold_tokens is None:
         return ""
-    shown = [",".join(map(str, t)) for t in (row.cold_tokens, row.tokens)]
+    shown = [_short(t) for t in (row.cold_tokens, row.tokens)]
     return shown[0] if row.tokens == row.cold_tokens else f"{shown[0]} → {shown[1]}"
 
 
@@ -64,6 +73,8 @@ def qualification(rows: Sequence[ProbeRow], probe: str = "mixed-misaligned") -> 
             r.cell["block"],
             r.cell["chunk"],
             f"{r.cell['prompt']} / {r.cell['prefix']}",
+            Cell.model_validate(r.cell).hit_class,
+            r.cell["layers"],
             r.cell["arm"],
             _tokens(r),
             _cached(r),
@@ -73,21 +84,25 @@ def qualification(rows: Sequence[ProbeRow], probe: str = "mixed-misaligned") -> 
         ]
         for r in sorted(shown, key=_cell_order)
     ]
-    headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "arm", "token: cold → mixed"]
+    headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "class", "layers", "arm", "token: cold → mixed"]
     headers += ["cached (device + CPU)", "CPU, ideal", "max logprob error", "status"]
-    return _without_single_pin(headers, body)
+    return _without_constant(headers, body, ("vLLM", "layers"))
 
 
 def _without_single_pin(headers: list[str], body: list[list[Any]]) -> str:
-    """The table without its first column, the pin, where that is the same everywhere."""
-    if len({row[0] for row in body}) > 1:
-        return table(headers, body)
-    return table(headers[1:], [row[1:] for row in body])
+    return _without_constant(headers, body, ("vLLM",))
+
+
+def _without_constant(headers: list[str], body: list[list[Any]], names: Sequence[str]) -> str:
+    """The table without those of the columns ``names`` that have the same value everywhere."""
+    kept = [i for i, name in enumerate(headers) if name not in names or len({row[i] for row in body}) > 1]
+    return table([headers[i] for i in kept], [[row[i] for i in kept] for row in body])
 
 
 def _cell_order(row: ProbeRow) -> tuple[Any, ...]:
     c = row.cell
-    return (c["pin"], c["tier"], c["backend"], c["chunk"], c["block"], c["mode"], c["arm"] != STOCK, c["arm"])
+    sizes = tuple(c[name] for name in ("chunk", "block", "prompt", "prefix", "layers", "new_tokens") if name in c)
+    return (c["pin"], c["tier"], c["backend"], *sizes, c["mode"], c["arm"] != STOCK, c["arm"])
 
 
 def probes(rows: Sequence[ProbeRow]) -> str:
@@ -95,7 +110,7 @@ def probes(rows: Sequence[ProbeRow]) -> str:
     body = [
         [
             r.cell["pin"],
-            f"{r.cell['backend']} {r.cell['mode']} c{r.cell['chunk']} b{r.cell['block']}",
+            r.id.removeprefix(f"{r.cell['pin']}-{r.cell['device']}-").removesuffix(f"-{r.cell['arm']}-{r.probe}"),
             r.cell["arm"],
             r.probe,
             _tokens(r),
