@@ -51,6 +51,18 @@ def perf(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Plausible wrong fixes: the suite must kill every one, and says which tier and case did."""
+    kvmatrix(session, "mutants", *session.posargs)
+
+
+@nox.session
+def upstream(session: nox.Session) -> None:
+    """vLLM's own tests of the connector, from a checkout (`-- --source PATH`), stock beside patched."""
+    kvmatrix(session, "upstream", *session.posargs)
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Write the newest run's tables and raw rows under results/; with `-- --check`, verify what is there."""
     kvmatrix(session, "report", *session.posargs)

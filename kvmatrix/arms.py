@@ -14,7 +14,9 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -26,6 +28,9 @@ from kvmatrix.git import git
 LOOKUP = "vllm/v1/simple_kv_offload/manager.py"
 """Where the lookup is that this project is about: every arm loads this file through its overlay."""
 Sha256 = Field(pattern="^[0-9a-f]{64}$")
+Keeps = Literal["aligned", "resident", "all"]
+"""Reuse that a patch promises: of lookups with an aligned device prefix; also of those where the CPU tier holds all blocks from
+the last common chunk boundary to the prefix's end; or of every lookup."""
 _FORBIDDEN = {
     r"^(old|new|new file|deleted file) mode 120000|^index \S+ 120000": "links",
     r"^GIT binary patch|^Binary files ": "binary changes",
@@ -69,6 +74,8 @@ class Patch(Strict):
     """Link to the upstream issue or pull request, or ``none``."""
     remove_when: str
     author: str
+    keeps: Keeps = "aligned"
+    """The reuse that it promises; less is a failure. Stock is held to ``aligned``, and so is what promises nothing."""
     pins: dict[str, PinPatch]
 
 
@@ -84,6 +91,8 @@ class Arm(BaseModel):
     """sha256 of the patch file; None for stock."""
     expected: dict[str, str]
     """Module -> sha256 that a process of this arm must have imported."""
+    keeps: Keeps = "aligned"
+    """The reuse that its patch promises."""
 
 
 def load_patch(folder: Path) -> Patch:
@@ -135,15 +144,33 @@ def build_arms(folders: Mapping[str, Path], pin: str, site_packages: Path, overl
         patch = load_patch(folder)
         if pin not in patch.pins:
             raise UsageError(f"patch {name!r} has no file for pin {pin}: it has {', '.join(patch.pins)}")
-        loaded[name] = patch.pins[pin]
-    files = {f.path: f for p in loaded.values() for f in p.files}
+        own = patch.pins[pin]
+        loaded[name] = Source(folder / own.patch, own.files, patch.keeps)
+    return build_sources(loaded, pin, site_packages, overlays)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an arm comes from: a patch file, the files that it changes, and the reuse that it promises."""
+
+    patch_file: Path
+    files: tuple[PatchedFile, ...]
+    keeps: Keeps = "aligned"
+
+
+def build_sources(sources: Mapping[str, Source], pin: str, site_packages: Path, overlays: Path) -> list[Arm]:
+    """Stock and the arms of ``sources`` (by name), in this order; see :func:`build_arms`.
+
+    Raises:
+        PatchError, InstallChangedError: as there.
+    """
+    files = {f.path: f for s in sources.values() for f in s.files}
     if not files:  # stock alone, too, says which lookup it ran
         files[LOOKUP] = _as_installed(site_packages, pin)
     for file in files.values():
         _check_installed(site_packages, file, pin)
     arms = [_stock(pin, list(files.values()), site_packages, overlays)]
-    for name, pin_patch in loaded.items():
-        arms.append(_patched(folders[name], name, pin, pin_patch, list(files.values()), site_packages, overlays))
+    arms += [_patched(name, pin, source, list(files.values()), site_packages, overlays) for name, source in sources.items()]
     return arms
 
 
@@ -176,31 +203,24 @@ def _stock(pin: str, files: list[PatchedFile], site_packages: Path, overlays: Pa
     return _write_arm(STOCK, pin, entries, None, overlays)
 
 
-def _patched(
-    folder: Path,
-    name: str,
-    pin: str,
-    pin_patch: PinPatch,
-    files: list[PatchedFile],
-    site_packages: Path,
-    overlays: Path,
-) -> Arm:
-    patch_file = folder / pin_patch.patch
-    text = read_patch_text(patch_file, {f.path for f in pin_patch.files})
+def _patched(name: str, pin: str, source: Source, files: list[PatchedFile], site_packages: Path, overlays: Path) -> Arm:
+    patch_file = source.patch_file
+    text = read_patch_text(patch_file, {f.path for f in source.files})
     tree = overlays / f"{pin}-{name}-{hashlib.sha256(text).hexdigest()[:16]}"
     with tempfile.TemporaryDirectory(prefix=".applying-", dir=_made(overlays)) as work:
-        apply_patch(text, pin_patch.files, site_packages, Path(work), patch_file)
-        for file in pin_patch.files:
+        apply_patch(text, source.files, site_packages, Path(work), patch_file)
+        for file in source.files:
             _check_applied(Path(work) / file.path, file, patch_file)
             target = tree / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(Path(work) / file.path, target)
-    own = {f.path for f in pin_patch.files}
+    own = {f.path for f in source.files}
     entries = [
         _entry(f, tree / f.path, f.post_sha256) if f.path in own else _entry(f, site_packages / f.path, f.pre_sha256)
-        for f in [*pin_patch.files, *(f for f in files if f.path not in own)]
+        for f in [*source.files, *(f for f in files if f.path not in own)]
     ]
-    return _write_arm(name, pin, entries, hashlib.sha256(text).hexdigest(), overlays)
+    arm = _write_arm(name, pin, entries, hashlib.sha256(text).hexdigest(), overlays)
+    return arm.model_copy(update={"keeps": source.keeps})
 
 
 def read_patch_text(patch_file: Path, declared: set[str]) -> bytes:

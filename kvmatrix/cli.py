@@ -14,7 +14,19 @@ import pytest
 from rich.console import Console
 
 import kvmatrix
-from kvmatrix import doctor, envs, locks, patch_files, patch_port, patch_tools, pin_add, pin_status
+from kvmatrix import (
+    doctor,
+    envs,
+    locks,
+    mutants,
+    patch_files,
+    patch_port,
+    patch_tools,
+    pin_add,
+    pin_status,
+    upstream_source,
+    upstream_verdict,
+)
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
 from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
@@ -24,6 +36,7 @@ from kvmatrix.qualified import newest_runs
 from kvmatrix.records import RunRow, last_attempts
 from kvmatrix.report import document
 from kvmatrix.session import Session
+from kvmatrix.upstream import UpstreamRun
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +98,8 @@ def build_parser() -> Parser:
     perf = commands.add_parser("perf", help="measure what the patch costs, arms interleaved in one run")
     _add_axes(perf)
     _add_pytest(perf)
+    _add_mutants(commands.add_parser("mutants", help="run plausible wrong fixes: the suite must kill every one"))
+    _add_upstream(commands.add_parser("upstream", help="vLLM's own tests of the connector, from a checkout, against each arm"))
     cells = commands.add_parser("cells", help="list the cells that a run would have, without running them")
     _add_axes(cells)
     report = commands.add_parser("report", help="publish the newest run's rows and tables under results/")
@@ -100,6 +115,24 @@ def build_parser() -> Parser:
     lock.add_argument("version", help="the pin's vLLM release")
     lock.add_argument("--device", default="host")
     return parser
+
+
+def _add_mutants(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-k", dest="keyword", default="", metavar="NAME", help="only mutants with this in their name")
+    parser.add_argument("--patch", action="append", default=[], metavar="FILE", help="take somebody's diff for the mutant")
+    parser.add_argument("--of", default="", metavar="PATCH", help="with --patch: the fix whose promise of reuse it must keep")
+
+
+def _add_upstream(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", required=True, type=Path, metavar="PATH", help="a vLLM checkout of about the pin's release")
+    parser.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0, or all")
+    parser.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
+    parser.add_argument(
+        "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
+    )
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
+    parser.add_argument("--test", action="append", default=[], metavar="FILE", help="only this test file (may be repeated)")
+    parser.add_argument("-k", dest="keyword", default="", metavar="EXPR", help="pytest's -k: keep tests by name")
 
 
 def _add_patch_commands(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +210,26 @@ def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     return _ended(plugin.error, plugin.exit_code, status, session)
 
 
+def run_mutants(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    if args.of and not args.patch:
+        raise UsageError("--of goes with --patch: what a mutant of this project corrupts is written in its index")
+    session = mutants.MutantSession(project, args.keyword, args.patch, args.of, Console(stderr=True), argv)
+    code = ExitCode.INTERRUPTED
+    counts: list[str] = []
+    try:
+        controls, fates = mutants.run(session)
+        counts = [f.outcome for f in fates]
+        code = mutants.exit_code(controls, fates)
+    except KvmatrixError as e:
+        code = e.code
+        raise
+    finally:
+        session.close(code, counts)
+    print(f"\n{mutants.report(controls, fates, session.of)}\n")
+    _say(f"rows: {session.rows_file}")
+    return code
+
+
 def _print_conformance_beside(project: Project, pin: str) -> None:
     """The newest conformance of the pin that was measured: no timing without what it is worth."""
     for _, rows in newest_runs(project.home, "conformance"):
@@ -217,6 +270,22 @@ def _ended(error: KvmatrixError | None, code: ExitCode, status: int, session: Se
         _say("nothing was executed: a run without a result is not a pass")
     if code is ExitCode.OK and status != pytest.ExitCode.OK:
         return ExitCode.UNEXPECTED
+    return code
+
+
+def run_upstream(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
+    source = upstream_source.open_source(args.source, args.test)
+    chosen = Selection(pins=tuple(args.pin), device=args.device, arms=tuple(args.arm), patches=tuple(args.patch))
+    session = Session(project, chosen, "upstream", Console(stderr=True), argv)
+    run = UpstreamRun(session, source, args.keyword, _say)
+    try:
+        code = run.run()
+    finally:
+        if run.rows:
+            print("\n" + upstream_verdict.summary(run.rows) + "\n", flush=True)
+            _say(f"rows: {session.rows_file}")
+    if code is ExitCode.NOTHING_RAN:
+        _say("nothing was executed: a run without a result is not a pass")
     return code
 
 
@@ -338,6 +407,8 @@ def run_pin(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[Project, argparse.Namespace, list[str]], int]] = {
     "conformance": run_conformance,
     "perf": run_perf,
+    "mutants": run_mutants,
+    "upstream": run_upstream,
     "cells": run_cells_list,
     "report": run_report,
     "doctor": run_doctor,

@@ -20,6 +20,10 @@ ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixe
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
 
+STATEFUL_BLOCK = 4
+"""Tokens of a block in the stateful tests."""
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -117,14 +121,22 @@ class Shape(Strict):
     block: PositiveInt
     hash_block: PositiveInt
     """Tokens that a block hash covers, a divisor of ``block``."""
-    chunks: tuple[PositiveInt, ...] = Field(min_length=1)
+    chunks: tuple[PositiveInt, ...]
+    """Empty: a model with full attention alone."""
     periods: PositiveInt
-    """The longest prompt, in largest chunks."""
+    """The longest prompt, in largest chunks; in blocks where there is no chunk."""
+    full_at: int = Field(default=0, ge=0)
+    """Index of the full-attention group among the groups; the chunked ones keep their order around it."""
+
+    lazy: bool = False
+    """Blocks are stored only shortly before the device evicts them (``lazy_offload``)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Shape:
         if self.block % self.hash_block or any(c % self.block for c in self.chunks):
             raise ValueError(f"hash_block {self.hash_block} must divide block {self.block}, and block each of {self.chunks}")
+        if self.full_at > len(self.chunks):
+            raise ValueError(f"full_at {self.full_at} is past the last of {len(self.chunks) + 1} groups")
         return self
 
 
@@ -135,11 +147,37 @@ class Sweep(Strict):
     shapes: tuple[Shape, ...] = Field(min_length=1)
 
 
+class StatefulShape(Strict):
+    """Groups of a stateful test: one full-attention group and one for each of ``chunks``, in tokens; a block has four."""
+
+    name: str = Field(pattern=r"^[a-z0-9-]+$")
+    chunks: tuple[PositiveInt, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StatefulShape:
+        if any(c % STATEFUL_BLOCK for c in self.chunks):
+            raise ValueError(f"each of chunks {self.chunks} must be a multiple of block {STATEFUL_BLOCK}")
+        return self
+
+
+class Stateful(Strict):
+    """Random programs for vLLM's scheduler, in both offload modes on each shape."""
+
+    programs: PositiveInt
+    steps: PositiveInt
+    """Rules of a program, at most."""
+    seed: int
+    shapes: tuple[StatefulShape, ...] = Field(min_length=1)
+
+
 class Scheduler(Strict):
     block: PositiveInt
     chunk: PositiveInt
     cases: tuple[LookupCases, ...]
+    protocol: tuple[Shape, ...] = ()
+    """Shapes on which the calls around a lookup are tried, each over every small geometry."""
     sweeps: tuple[Sweep, ...] = ()
+    stateful: Stateful | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Scheduler:
@@ -150,6 +188,8 @@ class Scheduler(Strict):
             raise ValueError(f"chunk {self.chunk} must be a multiple of block {self.block}")
         if len({s.name for s in self.sweeps}) != len(self.sweeps):
             raise ValueError("two sweeps have the same name")
+        if self.stateful and len({s.name for s in self.stateful.shapes}) != len(self.stateful.shapes):
+            raise ValueError("two shapes of the stateful tests have the same name")
         return self
 
 
@@ -164,6 +204,10 @@ class Budgets(Strict):
     cell_timeout_s: float = Field(gt=0)
     preload_timeout_s: float = Field(gt=0)
     install_timeout_s: float = Field(gt=0)
+    upstream_test_timeout_s: float = Field(gt=0)
+    """One test of vLLM's own."""
+    upstream_timeout_s: float = Field(gt=0)
+    """All of them with one arm."""
     jobs: PositiveInt
 
 

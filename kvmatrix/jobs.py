@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,19 +107,43 @@ def run_facts(job: dict[str, Any], send: Send, receive: Receive) -> None:
 
 
 def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = scheduler``: lookup cases and sweeps against the real scheduler class, no model."""
-    from kvmatrix import reuse, scheduler_harness
+    """``kind = scheduler``: cases, the calls around them, sweeps and stateful tests on the real scheduler classes, no model."""
+    from kvmatrix import protocol, reuse, scheduler_harness
 
     for case in job["cases"]:
         send({"type": "stage", "stage": case["name"]})
         send({"type": "case", **scheduler_harness.run_case(case), "imported": overlay.imported_digests()})
+    for check in job["protocol"]:
+        _answer(send, "protocol", check["name"], "tried", partial(protocol.run, check["check"], check["shapes"]))
     for sweep in job["sweeps"]:
-        send({"type": "stage", "stage": sweep["name"]})
-        try:
-            answer: dict[str, Any] = {"totals": reuse.sweep(sweep["shapes"], sweep["residency"])}
-        except scheduler_harness.Unsupported as e:
-            answer = {"refused": str(e)}
-        send({"type": "sweep", "name": sweep["name"], "imported": overlay.imported_digests(), **answer})
+        _answer(send, "sweep", sweep["name"], "totals", partial(reuse.sweep, sweep["shapes"], sweep["residency"]))
+    for programs in job["stateful"]:
+        _answer(send, "stateful", programs["name"], "totals", partial(run_programs, programs, job["tools"]))
+
+
+def _answer(send: Send, kind: str, name: str, key: str, ask: Callable[[], dict[str, Any]]) -> None:
+    """Send what ``ask`` gives under ``key``, or why this release cannot be asked."""
+    from kvmatrix.scheduler_harness import Unsupported
+
+    send({"type": "stage", "stage": name})
+    try:
+        answer: dict[str, Any] = {key: ask()}
+    except Unsupported as e:
+        answer = {"refused": str(e)}
+    send({"type": kind, "name": name, "imported": overlay.imported_digests(), **answer})
+
+
+def run_programs(asked: dict[str, Any], tools: str) -> dict[str, Any]:
+    """Totals of one stateful test; ``tools``: folder of hypothesis.
+
+    Raises:
+        Unsupported: this release cannot be driven so.
+    """
+    if tools not in sys.path:
+        sys.path.append(tools)  # behind the pin's own packages: it must not replace one of them
+    from kvmatrix import stateful
+
+    return stateful.run(asked["chunks"], asked["lazy"], asked["programs"], asked["steps"], asked["seed"])
 
 
 def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
@@ -144,12 +169,20 @@ def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:
     engine.shutdown()
 
 
+def run_upstream(job: dict[str, Any], send: Send, receive: Receive) -> None:
+    """``kind = upstream``: vLLM's own tests, from a checkout, against the arm that this process imports."""
+    from kvmatrix import upstream_child
+
+    upstream_child.run(job, send)
+
+
 JOBS: dict[str, Callable[[dict[str, Any], Send, Receive], None]] = {
     "cell": run_cell,
     "facts": run_facts,
     "scheduler": run_scheduler,
     "lookup": run_lookup,
     "generate": run_generate,
+    "upstream": run_upstream,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvmatrix.arms import Arm
+from kvmatrix.arms import Arm, Keeps
 from kvmatrix.cells import Cell
 from kvmatrix.config import Tolerances
 from kvmatrix.records import Status
@@ -70,7 +70,7 @@ def judge_probe(observed: dict[str, Any], arm: Arm, tolerances: Tolerances, voca
         return Verdict("INFRA", problem)
     if cold is not None and cold.status != "PASS":
         return Verdict("INFRA", f"no-reference: the cold answer is {cold.status}, there is nothing to compare with")
-    for fault in _faults(observed, tolerances):
+    for fault in _faults(observed, tolerances, arm.keeps):
         return Verdict("FAIL", fault)
     return Verdict("PASS")
 
@@ -109,7 +109,16 @@ def _only_head_gone(cpu_blocks: list[list[bool]], gone: int) -> bool:
     return not any(any(group[:gone]) for group in cpu_blocks) and any(all(group[gone:]) for group in cpu_blocks)
 
 
-def _faults(o: dict[str, Any], tolerances: Tolerances) -> Iterator[str]:
+_SOUND = ("pure-cpu-hit", "mixed-aligned")
+_KEPT: dict[Keeps, tuple[str, ...]] = {
+    "aligned": _SOUND,
+    "resident": (*_SOUND, "mixed-misaligned"),
+    "all": (*_SOUND, "mixed-misaligned", "mixed-head-gone"),
+}
+"""Per promise of a patch, the probes whose whole external hit it must keep."""
+
+
+def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator[str]:
     plan, counters = o["plan"], o["counters"]
     error = o["max_logprob_error"]
     reference = o.get("reference")
@@ -123,8 +132,8 @@ def _faults(o: dict[str, Any], tolerances: Tolerances) -> Iterator[str]:
     if o["tokens"] != o["cold_tokens"] or not error <= tolerances.max_logprob_error:
         yield f"wrong-output: tokens {o['tokens']} for {o['cold_tokens']}, logprob error {error:.6g} nats"
     external, reuse = counters["external_hit_tokens"], plan["reuse_tokens"]
-    if o["probe"] in ("pure-cpu-hit", "mixed-aligned") and external != reuse:
-        yield f"lost-reuse: {external} of {reuse} external tokens, where the lookup is sound as it stands"
+    if o["probe"] in _KEPT[keeps] and external != reuse:
+        yield f"lost-reuse: {external} of {reuse} external tokens, which stock or the patch can soundly serve"
     if external == reuse and counters["loaded_blocks"] < plan["needed_loads"]:
         yield f"unsound-load: {counters['loaded_blocks']} blocks loaded, attention needs {plan['needed_loads']}"
     if o["pending_hits"]:
@@ -132,10 +141,12 @@ def _faults(o: dict[str, Any], tolerances: Tolerances) -> Iterator[str]:
 
 
 def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
-    """Status of one scheduler case: sound, nothing leaked, and no reuse lost where the stock lookup is right."""
+    """Status of one scheduler case: sound, nothing leaked, and no reuse lost where stock is right or the patch promises it."""
     if case["imported"] != arm.expected:
         return Verdict("INFRA", f"wrong-arm: imported {_short(case['imported'])}, arm {arm.name} is {_short(arm.expected)}")
     answer = f"({case['external_tokens']}, {case['is_async']})"
+    if case["faults"]:
+        return Verdict("FAIL", case["faults"][0])
     if case["is_async"] != (case["external_tokens"] > 0):
         return Verdict("FAIL", f"contract: answers {answer}, a hit is loaded asynchronously and a miss is not")
     if any(case["missing"]):
@@ -148,26 +159,63 @@ def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
             f" {case['pending_hits']} pending hits",
         )
     aligned = all(c is None or case["prefix"] % c == 0 for c in case["chunks"])
-    if aligned and case["external_tokens"] != case["ideal_tokens"]:
+    promised = aligned or arm.keeps == "all" or (arm.keeps == "resident" and case["boundary_resident"])
+    if promised and case["external_tokens"] != case["ideal_tokens"]:
         return Verdict("FAIL", f"lost-reuse: answers {answer}, {case['ideal_tokens']} tokens can be served")
     return Verdict("PASS")
 
 
 def judge_sweep(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
-    """Status of a sweep: every hit sound, nothing leaked, and no reuse lost where the stock lookup is right."""
+    """Status of a sweep: every hit sound, nothing leaked, and no reuse lost where stock is right or the patch promises it."""
     if imported != arm.expected:
         return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
     if not totals["ideal"]:
         return Verdict("INFRA", f"vacuous: nothing could be served in any of {totals['geometries']} geometries")
-    of = f"of {totals['geometries']} geometries"
+    of = f"{totals['geometries']} geometries"
     if totals["contract"]:
-        return Verdict("FAIL", f"contract: in {totals['contract']} {of} a hit was not asynchronous, or a miss was")
+        return Verdict("FAIL", f"contract: {totals['contract']} lookups in {of}, first {totals['first_contract']}")
     if totals["unsound"]:
-        return Verdict("FAIL", f"unsound: {totals['unsound']} {of}, first {totals['first_unsound']}")
+        return Verdict("FAIL", f"unsound: {totals['unsound']} of {of}, first {totals['first_unsound']}")
+    if totals["misplanned"]:
+        return Verdict("FAIL", f"{totals['first_misplanned']}, the first of {totals['misplanned']} in {of}")
     if totals["leaked"]:
-        return Verdict("FAIL", f"leaked: CPU blocks stayed pinned in {totals['leaked']} {of}")
-    if totals["lost_aligned"]:
-        return Verdict("FAIL", f"lost-reuse: {totals['lost_aligned']} {of}, all aligned, first {totals['first_lost_aligned']}")
+        return Verdict("FAIL", f"leaked: blocks stay pinned after {totals['leaked']} rounds of lookups, in {of}")
+    for lost, which in _PROMISED[arm.keeps]:
+        if totals[lost]:
+            return Verdict("FAIL", f"lost-reuse: {totals[lost]} of {of}, {which}, first {totals[f'first_{lost}']}")
+    return Verdict("PASS")
+
+
+_PROMISED = {
+    "aligned": [("lost_aligned", "all aligned")],
+    "resident": [("lost_aligned", "all aligned"), ("lost_resident", "whose reuse the patch promises")],
+    "all": [("lost_aligned", "all aligned"), ("lost", "whose reuse the patch promises")],
+}
+"""Per promise of a patch, which lookups must have got the ideal hit, and how they are called."""
+
+
+def judge_protocol(tried: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
+    """Status of one check of the calls around a lookup."""
+    if imported != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if tried["faults"]:
+        return Verdict("FAIL", f"{tried['first_fault']}, the first of {tried['faults']} in {tried['asked']} tries")
+    return Verdict("PASS")
+
+
+MIN_MISALIGNED = 20
+"""Lookups behind a misaligned device prefix with a suffix in the CPU tier that a stateful test must have come to."""
+
+
+def judge_stateful(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
+    """Status of a stateful test: no program broke an invariant, and enough of them came to the lookup that is in question."""
+    if imported != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if totals["violation"]:
+        return Verdict("FAIL", f"{totals['violation']}; smallest program: {totals['program']}")
+    if totals["misaligned"] < MIN_MISALIGNED or not totals["loads"]:
+        of = f"{totals['lookups']} lookups and {totals['loads']} loads of {totals['programs']} programs"
+        return Verdict("INFRA", f"vacuous: {totals['misaligned']} misaligned mixed hits in {of}")
     return Verdict("PASS")
 
 

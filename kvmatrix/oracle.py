@@ -7,6 +7,7 @@ attention with chunk C lets a token see only its own chunk [t // C * C, t].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -59,6 +60,16 @@ def longest_sound_hit(prefix: int, prompt: int, block: int, groups: Sequence[tup
         if all(resident[i] for chunk, resident in groups for i in needed_blocks(end, block, chunk) if i >= prefix // block):
             return end - prefix
     return 0
+
+
+def boundary_resident(prefix: int, block: int, chunks: Sequence[int | None], resident: Sequence[Sequence[bool]]) -> bool:
+    """Whether the CPU tier holds every group's blocks from the last common chunk boundary to the prefix's end.
+
+    ``chunks`` has each group's chunk (None: full attention), ``resident`` is ``[group][block of the prompt]``.
+    """
+    period = math.lcm(block, *(c for c in chunks if c))
+    start = prefix // period * period
+    return all(all(held[start // block : prefix // block]) for held in resident)
 
 
 def mixed_hit_class(chunk: int, prefix: int, hit: int) -> str:

@@ -119,7 +119,7 @@ def _rows_of(project: Project, pin: Pin, run: _Run) -> list[ProbeRow]:
 
 
 def _cells(matrix: Matrix, pin: Pin) -> set[Cell]:
-    return set(plan_cells(matrix, Selection(pins=(pin.version,), device=pin.device), [STOCK]))
+    return set(plan_cells(matrix, Selection(pins=(pin.version,), device=pin.device, level="full"), [STOCK]))
 
 
 def _same_wheel(project: Project, pin: Pin, facts: Mapping[str, object]) -> bool:

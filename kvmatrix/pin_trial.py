@@ -41,7 +41,7 @@ def run(project: Project, pin: Pin, patches: Sequence[str], console: Console, st
         KvmatrixError: the run cannot begin or go on. Its finished rows are kept, as after Ctrl-C.
     """
     arms = (STOCK,) if stock_only or not patches else ()
-    selection = Selection(pins=(pin.version,), device=pin.device, arms=arms, patches=tuple(patches))
+    selection = Selection(pins=(pin.version,), device=pin.device, arms=arms, patches=tuple(patches), level="quick")
     session = Session(project, selection, "conformance", console, _argv(selection))
     cells = [c for c in session.plan() if _is_quick(c)]
     rows: list[ProbeRow] = []
@@ -68,7 +68,7 @@ def _argv(selection: Selection) -> list[str]:
     """The command that has the same cells."""
     axes = {"--pin": selection.pins, "--device": (selection.device,), "--patch": selection.patches, "--arm": selection.arms}
     chosen = [word for option, values in axes.items() for value in values for word in (option, value)]
-    return ["conformance", *chosen, "-k", f"scheduler or ({BACKEND} and {MODE})"]
+    return ["conformance", *chosen, "--quick", "-k", f"scheduler or ({BACKEND} and {MODE})"]
 
 
 def stores_nothing(trial: Trial) -> bool:

@@ -13,7 +13,7 @@ from kvmatrix.records import EXECUTED, AnyRow, EndRow, ProbeRow, RunRow, last_at
 
 
 def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> Iterator[tuple[Path, list[AnyRow]]]:
-    """Row files of this machine that end properly, newest first.
+    """Row files of this machine that end properly, newest first; without a suite, those of mutants are left out.
 
     Damaged files are passed over, or with ``strict`` raise RowsError.
     """
@@ -27,7 +27,10 @@ def newest_runs(home: Path, suite: str | None = None, strict: bool = False) -> I
                 raise
             continue
         first = rows[0]
-        if isinstance(first, RunRow) and (suite is None or first.suite == suite) and isinstance(rows[-1], EndRow):
+        if not isinstance(first, RunRow) or not isinstance(rows[-1], EndRow):
+            continue
+        # What runs beside mutants is stopped early and judged against them: it qualifies nothing.
+        if first.suite == suite or (suite is None and first.suite != "mutants"):
             yield path, rows
 
 

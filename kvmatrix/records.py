@@ -37,7 +37,7 @@ class RunRow(Row):
     """First line of a file."""
 
     kind: Literal["run"] = "run"
-    suite: Literal["conformance", "perf"]
+    suite: Literal["conformance", "perf", "mutants", "upstream"]
     started: str
     argv: list[str]
     facts: dict[str, Any]
@@ -83,7 +83,8 @@ class ProbeRow(Row):
     loaded_blocks: int | None = None
     needed_loads: int | None = None
     sweep: dict[str, int | float | str] = {}
-    """Sums over the geometries of a sweep: the fields of :class:`kvmatrix.reuse.Totals`."""
+    """Sums over the geometries of a sweep (the fields of :class:`kvmatrix.reuse.Totals`), or over the programs of a stateful
+    test (:func:`kvmatrix.stateful.run`)."""
     seconds: float | None = None
     log: str = ""
     """The child's log file, relative to the run's folder."""
@@ -127,6 +128,35 @@ class PerfRow(Row):
     imported: dict[str, dict[str, str]] = {}
 
 
+class UpstreamRow(Row):
+    """One test of vLLM's own with one arm; of a file that could not be collected, one row for the file."""
+
+    kind: Literal["upstream"] = "upstream"
+    id: str
+    """``<pin>-<device>-upstream-<arm>-<nodeid>``."""
+    pin: str
+    device: str
+    arm: str
+    nodeid: str
+    """pytest's own, relative to the checkout."""
+    file: str
+    file_sha256: str
+    """Of the test file as it was when it ran."""
+    source: str
+    """The checkout: its commit, or where it is no git repository the digest of its test files."""
+    status: Status
+    reason: str = ""
+    """First line of the failure, or why it could not run: a code, a colon, and the words of vLLM or of the test."""
+    stand_ins: bool = False
+    """Whether the test asked for a GPU and was given the host device's stand-ins."""
+    seconds: float | None = None
+    patch_sha256: str | None = None
+    imported: dict[str, str] = {}
+    """Module -> sha256 of the source that the test's process really imported."""
+    log: str = ""
+    """The child's log file, relative to the run's folder."""
+
+
 class EndRow(Row):
     """Last line of a run that came to its end, however it ended."""
 
@@ -137,8 +167,15 @@ class EndRow(Row):
     seconds: float
 
 
-AnyRow = RunRow | ProbeRow | CellRow | PerfRow | EndRow
-_KINDS: dict[str, type[Row]] = {"run": RunRow, "probe": ProbeRow, "cell": CellRow, "perf": PerfRow, "end": EndRow}
+AnyRow = RunRow | ProbeRow | CellRow | PerfRow | UpstreamRow | EndRow
+_KINDS: dict[str, type[Row]] = {
+    "run": RunRow,
+    "probe": ProbeRow,
+    "cell": CellRow,
+    "perf": PerfRow,
+    "upstream": UpstreamRow,
+    "end": EndRow,
+}
 
 
 def utc_now() -> str:

@@ -6,7 +6,6 @@ shape all of them, up to a number of its largest chunk, are asked of vLLM's real
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from kvmatrix import oracle
-from kvmatrix.scheduler_harness import SchedulerUnderTest
+from kvmatrix.scheduler_harness import Loads, SchedulerUnderTest, contract_fault
 
 Residency = Literal["all", "tail-gone", "head-gone", "one-hole", "random"]
 RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
@@ -45,10 +44,20 @@ class Totals:
     lost_aligned: int = 0
     """Geometries with an aligned prefix that got another hit than the ideal."""
     first_lost_aligned: str = ""
+    lost_resident: int = 0
+    """Geometries in which the CPU tier holds the blocks from the boundary on, and that got another hit than the ideal."""
+    first_lost_resident: str = ""
+    lost: int = 0
+    """Geometries that got another hit than the ideal."""
+    first_lost: str = ""
     leaked: int = 0
-    """Geometries after which a CPU block stayed pinned."""
+    """Contents of the CPU tier after whose lookups a block of either tier stayed pinned."""
+    misplanned: int = 0
+    """Geometries after whose lookup something else is pinned, or would be loaded, than the answered blocks, once each."""
+    first_misplanned: str = ""
     contract: int = 0
-    """Geometries whose two answers contradict each other."""
+    """Lookups, those with nothing left to serve among them, with an answer that no caller may get."""
+    first_contract: str = ""
     seconds: float = 0.0
 
 
@@ -85,8 +94,9 @@ def _gone(kind: Residency, blocks: int, count: int, rng: random.Random) -> range
 def sweep(shapes: Sequence[dict[str, Any]], kind: Residency) -> dict[str, Any]:
     """All geometries of all ``shapes`` with one kind of residency, as the fields of :class:`Totals`.
 
-    A shape has ``block``, ``hash_block``, ``chunks`` (attention chunk of each chunked group; a full-attention group is added)
-    and ``periods`` (how many times the largest chunk the longest prompt is); sizes in tokens.
+    A shape has ``block``, ``hash_block``, ``chunks`` (attention chunk of each chunked group), ``full_at`` (where among them
+    the full-attention group stands), ``periods`` (how many times the largest chunk the longest prompt is) and ``lazy`` (stored
+    only before eviction); sizes in tokens.
 
     Raises:
         Unsupported: this release cannot have one of the shapes.
@@ -99,47 +109,100 @@ def sweep(shapes: Sequence[dict[str, Any]], kind: Residency) -> dict[str, Any]:
     return asdict(totals)
 
 
-def _sweep_shape(totals: Totals, kind: Residency, block: int, hash_block: int, chunks: list[int], periods: int) -> None:
-    groups: list[int | None] = [None, *chunks]
-    longest = periods * max(chunks)
-    sut = SchedulerUnderTest(block, groups, longest, hash_block=hash_block)
+def groups_of(chunks: Sequence[int], full_at: int) -> list[int | None]:
+    """Each group's chunk, None for the full-attention group at index ``full_at``."""
+    return [*chunks[:full_at], None, *chunks[full_at:]]
+
+
+def longest_prompt(block: int, chunks: Sequence[int], periods: int) -> int:
+    """Tokens of a shape's longest prompt."""
+    return periods * max(chunks, default=block)
+
+
+def _sweep_shape(
+    totals: Totals,
+    kind: Residency,
+    block: int,
+    hash_block: int,
+    chunks: list[int],
+    periods: int,
+    full_at: int = 0,
+    lazy: bool = False,
+) -> None:
+    groups = groups_of(chunks, full_at)
+    longest = longest_prompt(block, chunks, periods)
+    sut = SchedulerUnderTest(block, groups, longest, lazy_offload=lazy, hash_block=hash_block)
     for prompt in range(block + 1, longest + 1):
         request = sut.request(prompt)
-        for resident in residencies(kind, len(groups), prompt // block, prompt):
+        for full, *chunked in residencies(kind, len(groups), prompt // block, prompt):
+            resident = [*chunked[:full_at], full, *chunked[full_at:]]
             sut.refill_cpu(request, resident)
-            for prefix in range(0, (prompt - 1) // block * block, block):
+            # The longest prefix first: what a lookup leaves in the tier is then met by those that need these blocks. Each
+            # lookup finds the hit of the one before, as a retried request does, and must give it back. The first one has
+            # nothing left to be served.
+            for prefix in range((prompt - 1) // block * block, -1, -block):
                 _ask(totals, sut, request, prompt, prefix, resident)
+            sut.drop_hit(request)
+            if sut.left_behind():
+                totals.leaked += 1
+                sut.let_go()
 
 
 def _ask(totals: Totals, sut: SchedulerUnderTest, request: Any, prompt: int, prefix: int, resident: Resident) -> None:
-    """One lookup, counted."""
+    """One lookup, counted; where nothing is left to be served it is no geometry, and only its answer and pins count."""
+    left = prompt - 1 - prefix
+    answer, is_async = sut.ask(request, prefix)
+    fault = contract_fault(answer, is_async, left, sut.block)
+    external = 0 if fault else int(answer)
+    if fault:
+        totals.contract += 1
+        totals.first_contract = totals.first_contract or f"{_where(sut, prompt, prefix)}: {fault}"
+    planned = sut.planned(request, prefix, external)
+    if planned.fault:
+        totals.misplanned += 1
+        totals.first_misplanned = totals.first_misplanned or f"{planned.fault}, {_where(sut, prompt, prefix)}"
+        sut.let_go()
+    if left >= sut.block:
+        _count(totals, sut, prompt, prefix, resident, external, planned)
+
+
+def _count(
+    totals: Totals, sut: SchedulerUnderTest, prompt: int, prefix: int, resident: Resident, external: int, planned: Loads
+) -> None:
+    """One geometry's hit, held against the longest sound one."""
     block, groups = sut.block, sut.chunks
-    free = sut.cpu_pool.get_num_free_blocks()
-    external, is_async = sut.lookup(request, prefix)
-    loaded = sut.planned_loads(request, prefix, external)
-    if external:
-        sut.drop_hit(request)
     ideal = oracle.longest_sound_hit(prefix, prompt, block, list(zip(groups, resident, strict=True)))
-    sound = not any(oracle.missing_blocks(prefix, external, block, c, f) for c, f in zip(groups, loaded, strict=True))
-    where = f"block {block}, chunks {[c for c in groups if c]}, prompt {prompt}, prefix {prefix}: {external} of {ideal} tokens"
+    sound = external == 0 or not any(
+        oracle.missing_blocks(prefix, external, block, c, f) for c, f in zip(groups, planned.loaded, strict=True)
+    )
+    kept = external if sound else 0
+    at_boundary = oracle.boundary_resident(prefix, block, groups, resident)
     totals.geometries += 1
-    totals.contract += is_async != (external > 0)
-    totals.leaked += sut.cpu_pool.get_num_free_blocks() != free
     totals.ideal += ideal
-    totals.kept += external if sound else 0
+    totals.kept += kept
+    if at_boundary:
+        totals.ideal_resident += ideal
+        totals.kept_resident += kept
+    if kept == external == ideal:
+        return
+    where = f"{_where(sut, prompt, prefix)}: {external} of {ideal} tokens"
     if not sound:
         totals.unsound += 1
         totals.first_unsound = totals.first_unsound or where
-    if boundary_resident(prefix, block, groups, resident):
-        totals.ideal_resident += ideal
-        totals.kept_resident += external if sound else 0
-    if external != ideal and all(prefix % c == 0 for c in groups if c):
+    if external != ideal:
+        _count_lost(totals, where, at_boundary, all(prefix % c == 0 for c in groups if c))
+
+
+def _count_lost(totals: Totals, where: str, at_boundary: bool, aligned: bool) -> None:
+    totals.lost += 1
+    totals.first_lost = totals.first_lost or where
+    if at_boundary:
+        totals.lost_resident += 1
+        totals.first_lost_resident = totals.first_lost_resident or where
+    if aligned:
         totals.lost_aligned += 1
         totals.first_lost_aligned = totals.first_lost_aligned or where
 
 
-def boundary_resident(prefix: int, block: int, groups: Sequence[int | None], resident: Resident) -> bool:
-    """Whether the CPU tier holds every group's blocks from the last common chunk boundary to the prefix's end."""
-    period = math.lcm(block, *(c for c in groups if c))
-    start = prefix // period * period
-    return all(all(held[start // block : prefix // block]) for held in resident)
+def _where(sut: SchedulerUnderTest, prompt: int, prefix: int) -> str:
+    return f"block {sut.block}, chunks {[c for c in sut.chunks if c]}, prompt {prompt}, prefix {prefix}"

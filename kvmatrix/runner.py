@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvmatrix import facts, judge
+from kvmatrix import facts, judge, reuse, tools
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
@@ -25,12 +25,16 @@ from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
 from kvmatrix.probes import plan
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
+from kvmatrix.protocol import CHECKS as PROTOCOL
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
-from kvmatrix.reuse import RESIDENCIES
+from kvmatrix.reuse import RESIDENCIES, VARIANTS
 
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
 
+WITH_PARENT = "with its parent"
+"""How a child ended that says nothing of itself."""
+ENOUGH = "enough: the arm had failed, and this run looks no further"
 INTERRUPTED = "interrupted: the run was ended before this cell was"
 
 
@@ -53,6 +57,8 @@ class Context:
     """Why torch.compile cannot work here; None where it can."""
     root: Path
     """The project's root."""
+    until_failure: frozenset[str] = frozenset()
+    """Arms whose cells end at their first failed probe."""
 
     def parent_variables(self, pin: str, device: str, backend: str) -> dict[str, str]:
         """Variables of the preloaded parent for ``backend`` in the environment of ``pin``."""
@@ -76,10 +82,11 @@ class Outcome:
 
 
 def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
-    """Names of the probes (LLM) or of the cases and sweeps (scheduler) of a cell, in the order in which they run."""
+    """Names of the probes (LLM) or of the cases, sweeps and stateful tests (scheduler) of a cell, in their order."""
     if cell.tier == "llm":
         return [name for name in matrix.llm.probes if _can_be_established(name, cell)]
-    return [case["name"] for case in (*scheduler_cases(matrix), *scheduler_sweeps(matrix))]
+    asked = (*scheduler_cases(matrix), *scheduler_protocol(matrix), *scheduler_sweeps(matrix), *stateful_tests(matrix))
+    return [entry["name"] for entry in asked]
 
 
 def _can_be_established(probe: str, cell: Cell) -> bool:
@@ -113,12 +120,31 @@ def scheduler_cases(matrix: Matrix) -> list[dict[str, Any]]:
     ]
 
 
+def scheduler_protocol(matrix: Matrix) -> list[dict[str, Any]]:
+    """Each check of the calls around a lookup, over the matrix's shapes for them."""
+    shapes = [s.model_dump() for s in matrix.scheduler.protocol]
+    return [{"name": f"protocol-{check}", "check": check, "shapes": shapes} for check in PROTOCOL] if shapes else []
+
+
 def scheduler_sweeps(matrix: Matrix) -> list[dict[str, Any]]:
     """Each sweep of the matrix with each kind of residency."""
     return [
         {"name": f"reuse-{sweep.name}-{residency}", "shapes": [s.model_dump() for s in sweep.shapes], "residency": residency}
         for sweep in matrix.scheduler.sweeps
         for residency in RESIDENCIES
+    ]
+
+
+def stateful_tests(matrix: Matrix) -> list[dict[str, Any]]:
+    """The stateful tests: both offload modes on each shape."""
+    asked = matrix.scheduler.stateful
+    if asked is None:
+        return []
+    common = {"programs": asked.programs, "steps": asked.steps, "seed": asked.seed}
+    return [
+        {"name": f"stateful-{mode}-{shape.name}", "chunks": list(shape.chunks), "lazy": mode == "lazy", **common}
+        for shape in asked.shapes
+        for mode in ("eager", "lazy")
     ]
 
 
@@ -135,7 +161,14 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         },
     }
     if cell.tier == "scheduler":
-        return base | {"kind": "scheduler", "cases": scheduler_cases(ctx.matrix), "sweeps": scheduler_sweeps(ctx.matrix)}
+        return base | {
+            "kind": "scheduler",
+            "cases": scheduler_cases(ctx.matrix),
+            "protocol": scheduler_protocol(ctx.matrix),
+            "sweeps": _sweeps_of(cell, ctx),
+            "stateful": stateful_tests(ctx.matrix),
+            "tools": str(tools.provide(ctx.home)),
+        }
     llm = ctx.matrix.llm
     new_tokens = max(llm.new_tokens, cell.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
     geometry = llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens)
@@ -149,6 +182,19 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         "checkpoint": checkpoint,
         "geometry": geometry | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
     }
+
+
+def _sweeps_of(cell: Cell, ctx: Context) -> list[dict[str, Any]]:
+    """All sweeps; for an arm that is followed to its first failure only, the small ones first."""
+    sweeps = scheduler_sweeps(ctx.matrix)
+    return sorted(sweeps, key=_lookups) if cell.arm in ctx.until_failure else sweeps
+
+
+def _lookups(sweep: dict[str, Any]) -> int:
+    """Rough number of lookups of a sweep."""
+    variants = 1 if sweep["residency"] == "all" else VARIANTS
+    longest = [(reuse.longest_prompt(s["block"], s["chunks"], s["periods"]), s["block"]) for s in sweep["shapes"]]
+    return sum(variants * tokens * tokens // block for tokens, block in longest)
 
 
 def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: int) -> dict[str, int]:
@@ -173,6 +219,12 @@ class CellRun:
         self.stage = stage
         self.arm = ctx.arms[cell.pin, cell.arm]
         self.job: Job | None = None
+        self._scheduler_rows: dict[str, Callable[[dict[str, Any], int], ProbeRow]] = {
+            "case": self._case_row,
+            "protocol": self._protocol_row,
+            "sweep": self._sweep_row,
+            "stateful": self._stateful_row,
+        }
 
     def run(self) -> list[ProbeRow]:
         """Run the cell and write its rows; the last attempt's probe rows come back.
@@ -223,6 +275,10 @@ class CellRun:
                 if outcome.status == "UNSUPPORTED":
                     job.kill()
                     break
+                if self._is_enough(outcome):
+                    outcome.status, outcome.reason = "NOT_RUN", ENOUGH
+                    job.kill()
+                    break
         except JobTimeout:
             job.kill()
             outcome.status, outcome.reason = "TIMEOUT", f"timeout: not done after {timeout:g} s"
@@ -230,8 +286,11 @@ class CellRun:
         outcome.max_rss_kib = job.max_rss_kib
         if outcome.status == "OK" and not done:
             outcome.status = "CRASH"
-            outcome.reason = f"crash: the process ended {_how(job.exit_code)} before it was done"
+            outcome.reason = f"crash: the process ended {ended_how(job.exit_code)} before it was done"
             outcome.parent_died = job.exit_code is None
+
+    def _is_enough(self, outcome: Outcome) -> bool:
+        return self.cell.arm in self.ctx.until_failure and any(r.status == "FAIL" for r in outcome.probes[-1:])
 
     def _handle(self, message: dict[str, Any], outcome: Outcome, attempt: int) -> None:
         kind = message["type"]
@@ -246,10 +305,8 @@ class CellRun:
                 outcome.status, outcome.reason = "INFRA", verdict.reason
         elif kind == "probe":
             outcome.probes.append(self._probe_row(message, outcome, attempt))
-        elif kind == "case":
-            outcome.probes.append(self._case_row(message, attempt))
-        elif kind == "sweep":
-            outcome.probes.append(self._sweep_row(message, attempt))
+        elif kind in self._scheduler_rows:
+            outcome.probes.append(self._scheduler_rows[kind](message, attempt))
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
@@ -293,6 +350,12 @@ class CellRun:
             loaded_blocks=case["loaded_blocks"],
         )
 
+    def _protocol_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
+        if refused := message.get("refused"):
+            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
+        verdict = judge.judge_protocol(message["tried"], message["imported"], self.arm)
+        return self._row(message["name"], verdict, attempt, imported=message["imported"], resolved=message["tried"])
+
     def _sweep_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
         if refused := message.get("refused"):
             return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
@@ -304,6 +367,19 @@ class CellRun:
             imported=message["imported"],
             external_hit_tokens=totals["kept"],
             reuse_tokens=totals["ideal"],
+            sweep=totals,
+            seconds=totals["seconds"],
+        )
+
+    def _stateful_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
+        if refused := message.get("refused"):
+            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
+        totals = message["totals"]
+        return self._row(
+            message["name"],
+            judge.judge_stateful(totals, message["imported"], self.arm),
+            attempt,
+            imported=message["imported"],
             sweep=totals,
             seconds=totals["seconds"],
         )
@@ -356,9 +432,10 @@ class CellRun:
         return outcome.probes
 
 
-def _how(exit_code: int | None) -> str:
+def ended_how(exit_code: int | None) -> str:
+    """How a child ended, to stand behind "the process ended"; None: nobody saw its end."""
     if exit_code is None:
-        return "with its parent"
+        return WITH_PARENT
     return f"by signal {-exit_code}" if exit_code < 0 else f"with exit status {exit_code}"
 
 
@@ -445,6 +522,6 @@ def _wait_all(futures: set[Future[list[ProbeRow]]]) -> None:
 def expected_seconds(cell: Cell) -> float:
     """Rough duration of a cell, only to order cells and to say how long is left."""
     if cell.tier == "scheduler":
-        return 15
+        return 45
     base = {"CPU_ATTN": 6.0, "FLEX_ATTENTION": 9.0, "TRITON_ATTN": 35.0}.get(cell.backend, 10.0)
     return base + (20.0 if cell.mode == "compiled" else 0.0) + 0.1 * cell.new_tokens

@@ -1,7 +1,7 @@
 """vLLM's real ``SimpleCPUOffloadScheduler`` with real block pools and hashes, and no model.
 
 Builds the scheduler for a geometry, fills its CPU tier, runs a lookup and the load that follows it, and reports what was
-answered, which blocks would be loaded, and whether every pin was given back.
+answered, which blocks would be loaded and from where, what is pinned meanwhile, and whether every pin was given back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvmatrix import oracle
 MAX_MODEL_LEN_SLACK = 64
 
 
-def _kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tuple[Any, int]:
+def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tuple[Any, int]:
     """A KVCacheConfig with one layer per group; ``chunks`` has None for full attention. Also the page size in bytes."""
     import torch
     from vllm.v1.kv_cache_interface import (
@@ -63,6 +64,32 @@ class Unsupported(Exception):
     """This release cannot be asked that; the message is a row's reason."""
 
 
+@dataclass
+class Loads:
+    """What a hit loads, or would load."""
+
+    loaded: list[list[bool]] = field(default_factory=list)
+    """``[group][i]``: does block ``prefix / block + i`` get its own copy from the CPU tier."""
+    fault: str = ""
+    """What is wrong with how it is done, soundness aside: a code, a colon and a sentence. Empty: nothing."""
+
+
+def contract_fault(answer: Any, is_async: Any, left: int, block: int) -> str:
+    """What no caller may be answered; empty when the answer is a possible one.
+
+    ``left``: prompt tokens behind the device prefix, less the last one, which is always computed.
+    """
+    if answer is None:
+        return "answers None, which asks to be asked again for ever: nothing is under way that would change it"
+    if answer < 0 or answer % block:
+        return f"answers {answer} tokens, which is no number of blocks of {block}"
+    if answer > left:
+        return f"answers {answer} tokens where at most {left} can be served"
+    if bool(is_async) != (answer > 0):
+        return f"answers ({answer}, {is_async}), a hit is loaded asynchronously and a miss is not"
+    return ""
+
+
 class SchedulerUnderTest:
     """One offload scheduler for a geometry, with a real device block pool bound to it.
 
@@ -84,8 +111,9 @@ class SchedulerUnderTest:
         init_none_hash(sha256)
         self.block, self.chunks = block, chunks
         hash_block = hash_block or block
+        self.hash_block = hash_block
         num_blocks = (-(-tokens // block) + 2) * len(chunks) + 2
-        config, page = _kv_cache_config(block, chunks, num_blocks)
+        config, page = kv_cache_config(block, chunks, num_blocks)
         kwargs: dict[str, Any] = {"cpu_capacity_bytes": page * num_blocks * len(chunks), "lazy_offload": lazy_offload}
         accepted = inspect.signature(SimpleCPUOffloadScheduler).parameters
         for name, size in (("scheduler_block_size", block), ("hash_block_size", hash_block)):
@@ -99,6 +127,12 @@ class SchedulerUnderTest:
         self.cpu_pool = self.scheduler.cpu_block_pool
         self._hasher = get_request_block_hasher(hash_block, sha256)
         self._requests = 0
+        self.stored: list[list[Any]] = []
+        """``[group][block of the prompt]``: the CPU tier's block of it, None where it has none."""
+        self.pins = hasattr(self.scheduler, "_pending_cpu_hits")
+        """Whether this release keeps what a lookup found for the load that follows (from vLLM 0.22.1 on)."""
+        self.cpu_free = self.cpu_pool.get_num_free_blocks() if self.cpu_pool else 0
+        self.device_free = self.device_pool.get_num_free_blocks() if self.cpu_pool else 0
 
     def request(self, tokens: int) -> Any:
         """A fresh request whose prompt is token ids 0..tokens-1, so that longer prompts share shorter ones' prefixes."""
@@ -135,17 +169,43 @@ class SchedulerUnderTest:
         """Empty the CPU tier, then put the blocks of ``request`` that ``resident[group][block]`` names into it."""
         if not self.cpu_pool.reset_prefix_cache():
             raise RuntimeError("the CPU tier cannot be emptied: a lookup left a block pinned")
+        self.stored = []
         for group, keep in enumerate(resident):
             blocks = self.cpu_pool.get_new_blocks(len(keep))
             self._cache(self.cpu_pool, request, blocks, group, (i for i, kept in enumerate(keep) if kept))
             self.cpu_pool.free_blocks(reversed(blocks))
+            self.stored.append([b if kept else None for b, kept in zip(blocks, keep, strict=True)])
 
-    def planned_loads(self, request: Any, prefix: int, external: int) -> list[list[bool]]:
-        """What :meth:`load` would load, from the hit that the lookup has pinned, where the release pins one."""
-        if not hasattr(self.scheduler, "_pending_cpu_hits"):  # before vLLM 0.22.1 nothing is kept between the two calls
+    def planned(self, request: Any, prefix: int, external: int) -> Loads:
+        """What :meth:`load` would do with the hit that the last lookup of ``request`` has pinned, where the release pins one.
+
+        A fault is anything else pinned than the answered blocks, each once.
+        """
+        if not self.pins:
             return self.load(request, prefix, external)
         hit = self.scheduler._pending_cpu_hits.get(request.request_id)
-        return [[not block.is_null for block in group] for group in hit[0]] if hit else [[] for _ in self.chunks]
+        first, count = prefix // self.block, external // self.block
+        pins, odd, astray = 0, 0, 0
+        loads = Loads()
+        for blocks, own in zip(hit[0] if hit else [()] * len(self.chunks), self.stored, strict=True):
+            flags = []
+            for block, at in zip(blocks[:count], own[first : first + count], strict=False):
+                if block.is_null:
+                    flags.append(False)
+                    continue
+                pins += 1
+                odd += block.ref_cnt != 1
+                astray += block is not at
+                flags.append(block is at)
+            loads.loaded.append(flags)
+        used = self.cpu_free - self.cpu_pool.get_num_free_blocks()
+        if astray:
+            loads.fault = f"misplaced: {astray} blocks would be loaded with the KV of another position"
+        elif used != pins or odd or (hit is None) != (external == 0):
+            loads.fault = f"mispinned: {used} CPU blocks are pinned for {pins} answered, {odd} of these not just once"
+        elif hit is not None and tuple(hit[1:]) != (external, prefix)[: len(hit) - 1]:
+            loads.fault = f"misrecorded: {tuple(hit[1:])} is kept for the load of {external} tokens behind {prefix}"
+        return loads
 
     def drop_hit(self, request: Any) -> None:
         """Give back what the last lookup pinned, as a request that gets no blocks does."""
@@ -153,12 +213,44 @@ class SchedulerUnderTest:
         if pending is not None:
             self.scheduler._free_pending_cpu_hit(pending)
 
-    def lookup(self, request: Any, prefix: int) -> tuple[int, bool]:
+    def left_behind(self) -> str:
+        """What is still held now that nothing should be; empty when nothing is."""
+        cpu = self.cpu_free - self.cpu_pool.get_num_free_blocks()
+        device = self.device_free - self.device_pool.get_num_free_blocks()
+        hits = len(self.scheduler._pending_cpu_hits) if self.pins else 0
+        loads = len(self.scheduler._reqs_to_load)
+        if cpu or device or hits or loads:
+            return f"leaked: {cpu} CPU pins, {device} device references, {hits} pending hits, {loads} loads"
+        return ""
+
+    def let_go(self) -> None:
+        """After a fault: give up every hit, load and pin by force, so that what follows starts clean."""
+        if self.pins:
+            self.scheduler._pending_cpu_hits.clear()
+        self.scheduler._reqs_to_load.clear()
+        for pool in (self.cpu_pool, self.device_pool):
+            for block in pool.blocks:
+                if not block.is_null and block.ref_cnt > 0:
+                    block.ref_cnt = 1
+                    pool.free_blocks([block])
+
+    def ask(self, request: Any, prefix: int) -> tuple[Any, Any]:
+        """The lookup's two answers as they are."""
         answer, is_async = self.scheduler.get_num_new_matched_tokens(request, prefix)
+        return answer, is_async
+
+    def lookup(self, request: Any, prefix: int) -> tuple[int, bool]:
+        answer, is_async = self.ask(request, prefix)
         return int(answer or 0), bool(is_async)
 
-    def load(self, request: Any, prefix: int, external: int) -> list[list[bool]]:
-        """Allocate, let the connector plan its load, complete it; ``[group][i]``: is block ``prefix/block + i`` loaded."""
+    def checked_lookup(self, request: Any, prefix: int) -> tuple[int, str]:
+        """The tokens that a lookup serves, 0 for an impossible answer, and what is wrong with it."""
+        answer, is_async = self.ask(request, prefix)
+        fault = contract_fault(answer, is_async, request.num_tokens - 1 - prefix, self.block)
+        return (0, f"contract: {fault}") if fault else (int(answer), "")
+
+    def load(self, request: Any, prefix: int, external: int) -> Loads:
+        """Allocate, let the connector plan its load of ``external`` tokens, complete it; nothing is held afterwards."""
         from vllm.v1.core.kv_cache_manager import KVCacheBlocks
         from vllm.v1.outputs import KVConnectorOutput
 
@@ -170,43 +262,65 @@ class SchedulerUnderTest:
         blocks = KVCacheBlocks(tuple(per_group))
         self.scheduler.update_state_after_alloc(request, blocks, external)
         state = self.scheduler._reqs_to_load.get(request.request_id)
-        targets = set(state.transfer_meta.gpu_block_ids) if state is not None else set()
-        first = prefix // self.block
-        loaded = [[b.block_id in targets for b in group[first:]] for group in per_group]
+        loads = self._loads_of(state.transfer_meta if state is not None else None, per_group, prefix // self.block)
         if state is not None:
             self.scheduler.update_connector_output(KVConnectorOutput(finished_recving={request.request_id}))
         self.scheduler._reqs_to_store.pop(request.request_id, None)
         for group in per_group:
             self.device_pool.free_blocks(reversed(group))
-        return loaded
+        return loads
+
+    def _loads_of(self, transfer: Any, per_group: list[list[Any]], first: int) -> Loads:
+        """A planned transfer, each of its copies held against the block that was stored for that position."""
+        pairs = list(zip(transfer.gpu_block_ids, transfer.cpu_block_ids, strict=True)) if transfer is not None else []
+        sources = dict(pairs)
+        own = {
+            device.block_id: (stored.block_id if stored is not None else None)
+            for group, kept in zip(per_group, self.stored, strict=True)
+            for device, stored in zip(group[first:], kept[first:], strict=False)
+        }
+        astray = sum(own.get(target) != source for target, source in pairs) + len(pairs) - len(sources)
+        loaded = [
+            [d.block_id in sources and sources[d.block_id] == own.get(d.block_id) for d in group[first:]] for group in per_group
+        ]
+        return Loads(loaded, f"misplaced: {astray} of {len(pairs)} copies are of another position" if astray else "")
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One lookup case.
 
     ``case``: ``block``, ``chunks``, ``prompt``, ``prefix`` (tokens) and ``absent`` (``[[group, block], ...]``: what the CPU
-    tier lacks). Answers with the lookup's result, what would be loaded, what attention needs and lacks, the ideal, and the
-    pins that were not given back.
+    tier lacks). Answers with the lookup's result, what would be loaded, what attention needs and lacks, the ideal, what was
+    wrong on the way (``faults``), and the pins that were not given back.
     """
     block, chunks, prompt, prefix = case["block"], case["chunks"], case["prompt"], case["prefix"]
     full = prompt // block
     resident = [[[g, i] not in case["absent"] for i in range(full)] for g in range(len(chunks))]
     sut = SchedulerUnderTest(block, chunks, prompt)
     sut.fill_cpu(prompt, resident)
-    cpu_free, device_free = sut.cpu_pool.get_num_free_blocks(), sut.device_pool.get_num_free_blocks()
     request = sut.request(prompt)
     sut.lookup(request, 0)  # an earlier call on the same request, whose pin the next one must give back
-    external, is_async = sut.lookup(request, prefix)
-    loaded = sut.load(request, prefix, external)
+    answer, is_async = sut.ask(request, prefix)
+    fault = contract_fault(answer, is_async, prompt - 1 - prefix, block)
+    external = 0 if fault else int(answer)
+    planned = sut.planned(request, prefix, external) if sut.pins else Loads()
+    done = sut.load(request, prefix, external)
+    faults = [f"contract: {fault}" if fault else "", planned.fault, done.fault]
+    if sut.pins and external and planned.loaded != done.loaded:
+        faults.append("misplaced: another set of blocks is loaded than was pinned")
     return {
         **case,
         "external_tokens": external,
-        "is_async": is_async,
-        "loaded_blocks": sum(map(sum, loaded)),
-        "missing": [oracle.missing_blocks(prefix, external, block, c, flags) for c, flags in zip(chunks, loaded, strict=True)],
+        "is_async": bool(is_async),
+        "loaded_blocks": sum(map(sum, done.loaded)),
+        "missing": [
+            oracle.missing_blocks(prefix, external, block, c, flags) for c, flags in zip(chunks, done.loaded, strict=True)
+        ],
         "ideal_tokens": oracle.longest_sound_hit(prefix, prompt, block, list(zip(chunks, resident, strict=True))),
-        "leaked_cpu_pins": cpu_free - sut.cpu_pool.get_num_free_blocks(),
-        "leaked_device_refs": device_free - sut.device_pool.get_num_free_blocks(),
+        "boundary_resident": oracle.boundary_resident(prefix, block, chunks, resident),
+        "faults": [f for f in faults if f],
+        "leaked_cpu_pins": sut.cpu_free - sut.cpu_pool.get_num_free_blocks(),
+        "leaked_device_refs": sut.device_free - sut.device_pool.get_num_free_blocks(),
         "pending_hits": len(getattr(sut.scheduler, "_pending_cpu_hits", ())),
     }
 

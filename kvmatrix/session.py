@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from kvmatrix.progress import RichProgress
 from kvmatrix.records import EXECUTED, EndRow, ProbeRow, RowWriter, RunRow, new_run_id, place, utc_now
 from kvmatrix.runner import Context, probe_id, probe_names, run_cells
 
-Suite = Literal["conformance", "perf"]
+Suite = Literal["conformance", "perf", "mutants", "upstream"]
 
 
 class Session:
@@ -144,8 +144,8 @@ class Session:
         self._pins_of[imported.name] = set(imported.pins)
         return set(imported.pins)
 
-    def open(self, planned: Sequence[str]) -> Context:
-        """Build or reuse the environments and arms, and start the row file.
+    def open(self, planned: Sequence[str], more_facts: Mapping[str, Any] | None = None) -> Context:
+        """Build or reuse the environments and arms, and start the row file; ``more_facts`` go into the run row.
 
         Raises:
             DeviceError: the selected device is not on this machine.
@@ -159,9 +159,7 @@ class Session:
             env = envs.ensure(self.project, pin, self._say)
             envs.verify_install(env)
             ready[pin.version] = env
-            folders = {name: folder for name, folder in self.folders.items() if name in self.arms_on(pin.version)}
-            built = arms_module.build_arms(folders, pin.version, env.site_packages, self.project.home / "overlays")
-            ready_arms |= {(pin.version, a.name): a for a in built}
+            ready_arms |= {(pin.version, a.name): a for a in self.build_arms(pin.version, env)}
         run_facts = facts.run_facts(self.argv)
         expectations = Expectations.load(self.project.root / "conformance" / "expectations")
         writer = RowWriter(self.rows_file)
@@ -184,11 +182,16 @@ class Session:
                 suite=self.suite,
                 started=utc_now(),
                 argv=run_facts["arguments"],
-                facts=run_facts | {"pins": {v: _pin_facts(e) for v, e in ready.items()}},
+                facts=run_facts | dict(more_facts or {}) | {"pins": {v: _pin_facts(e) for v, e in ready.items()}},
                 planned=list(planned),
             )
         )
         return self.ctx
+
+    def build_arms(self, pin: str, env: envs.PinEnv) -> list[Arm]:
+        """The arms that ``pin`` has, stock first; for errors see :func:`kvmatrix.arms.build_arms`."""
+        folders = {name: folder for name, folder in self.folders.items() if name in self.arms_on(pin)}
+        return arms_module.build_arms(folders, pin, env.site_packages, self.project.home / "overlays")
 
     def _say(self, text: str) -> None:
         elapsed = time.monotonic() - self.started

@@ -332,3 +332,19 @@ def test_the_projects_patch_gives_what_it_says_on_the_real_install(project: Proj
     assert fix.expected == {f.module: f.post_sha256 for f in patch.files}
     assert installed == {f.path: (pin_env.site_packages / f.path).read_bytes() for f in patch.files}
     shutil.rmtree(work)
+
+
+@pytest.mark.parametrize("keeps", ["aligned", "resident", "all"])
+def test_an_arm_has_its_patchs_promise(tmp_path: Path, keeps: str) -> None:
+    shop = Workshop(tmp_path)
+    toml = shop.patch(diff(BEFORE, AFTER)) / "patch.toml"
+    toml.write_text(f'keeps = "{keeps}"\n' + toml.read_text(encoding="utf-8"), encoding="utf-8")
+    stock, fix = shop.build()
+    assert (stock.keeps, fix.keeps) == ("aligned", keeps)
+
+
+def test_an_unknown_promise(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path)
+    toml = shop.patch(diff(BEFORE, AFTER)) / "patch.toml"
+    toml.write_text('keeps = "everything"\n' + toml.read_text(encoding="utf-8"), encoding="utf-8")
+    assert "keeps" in shop.refused(PatchError)

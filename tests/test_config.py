@@ -100,6 +100,19 @@ def test_two_geometries_that_would_share_their_cells_ids(tmp_path: Path, text: s
     assert "two geometries have backend CPU_ATTN, block 32, chunk 128, prompt 161, prefix 32" in told
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("chunks = [8] }", "chunks = [10] }", "multiple of block 4"),
+        ('name = "two-sizes", chunks = [8, 12]', 'name = "one-size", chunks = [8, 12]', "the same name"),
+        ("programs = 50", "programs = 0", "programs"),
+    ],
+)
+def test_a_stateful_test_that_cannot_be(tmp_path: Path, text: str, old: str, new: str, what: str) -> None:
+    start = text.index("[scheduler.stateful]")
+    assert what in refused(tmp_path, text[:start] + replaced(text[start:], old, new))
+
+
 def test_two_pins_of_one_version_and_device(tmp_path: Path, text: str) -> None:
     start, end = text.index("[[pins]]"), text.index("# A geometry")
     assert "two pins" in refused(tmp_path, text[:end] + text[start:end] + text[end:])
@@ -149,3 +162,7 @@ def test_variables_name_the_root_and_the_home(tmp_path: Path, text: str, monkeyp
     assert found.home == tmp_path.resolve() / ".kvmatrix"
     monkeypatch.setenv("KVMATRIX_HOME", str(tmp_path / "elsewhere"))
     assert found.home == (tmp_path / "elsewhere").resolve()
+
+
+def test_the_full_group_past_the_last(tmp_path: Path, text: str) -> None:
+    assert "full_at 9 is past the last of 3 groups" in refused(tmp_path, replaced(text, "full_at = 2 }", "full_at = 9 }"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvmatrix.arms import Arm
+from kvmatrix.arms import Arm, Keeps
 from kvmatrix.cells import Cell
 from kvmatrix.config import Tolerances
-from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe, judge_sweep
+from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe, judge_protocol, judge_stateful, judge_sweep
 
 TOLERANCES = Tolerances(max_logprob_error=0.005, max_reference_error=0.005)
 PASSED = Verdict("PASS")
@@ -184,6 +184,8 @@ def case(arm: Arm) -> Callable[..., dict[str, Any]]:
             "ideal_tokens": 16,
             "is_async": True,
             "missing": [[], []],
+            "faults": [],
+            "boundary_resident": True,
             "leaked_cpu_pins": 0,
             "leaked_device_refs": 0,
             "pending_hits": 0,
@@ -213,6 +215,7 @@ def test_a_misaligned_case_may_decline(case: Callable[..., dict[str, Any]], arm:
         ({"prefix": 0, "external_tokens": 0, "is_async": False, "ideal_tokens": 80}, "FAIL", "lost-reuse: "),
         ({"external_tokens": 0}, "FAIL", "contract: "),
         ({"is_async": False}, "FAIL", "contract: "),
+        ({"faults": ["mispinned: 3 for 2", "misplaced: x"]}, "FAIL", "mispinned: 3 for 2"),
     ],
 )
 def test_a_case_that_is_not(
@@ -223,10 +226,44 @@ def test_a_case_that_is_not(
     assert verdict.reason.startswith(reason)
 
 
+DECLINED = {"prefix": 16, "external_tokens": 0, "is_async": False, "ideal_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("keeps", "resident", "status"),
+    [
+        ("aligned", True, "PASS"),
+        ("resident", True, "FAIL"),
+        ("resident", False, "PASS"),
+        ("all", True, "FAIL"),
+        ("all", False, "FAIL"),
+    ],
+)
+def test_a_patch_keeps_what_it_promises(
+    case: Callable[..., dict[str, Any]], arm: Arm, keeps: Keeps, resident: bool, status: str
+) -> None:
+    promising = arm.model_copy(update={"keeps": keeps})
+    assert judge_case(case(**DECLINED, boundary_resident=resident), promising).status == status
+
+
+@pytest.mark.parametrize(
+    ("keeps", "failing"),
+    [("aligned", set()), ("resident", {"mixed-misaligned"}), ("all", {"mixed-misaligned", "mixed-head-gone"})],
+)
+def test_a_patch_keeps_what_it_promises_in_the_engine(observe: Observe, arm: Arm, keeps: Keeps, failing: set[str]) -> None:
+    lost = {"cached_tokens": 32, "counters__external_hit_tokens": 0, "counters__loaded_blocks": 0}
+    promising = arm.model_copy(update={"keeps": keeps})
+    verdicts = {
+        p: judge_probe(observe(p, **lost), promising, TOLERANCES, 512, PASSED) for p in ("mixed-misaligned", "mixed-head-gone")
+    }
+    assert {p for p, v in verdicts.items() if v.reason.startswith("lost-reuse: ")} == failing
+
+
 # --- the scheduler's sweeps -------------------------------------------------------------------------------------------
 
 SWEPT = {"geometries": 9, "ideal": 64, "kept": 0, "contract": 0, "unsound": 0, "first_unsound": "here", "leaked": 0}
-SWEPT |= {"lost_aligned": 0, "first_lost_aligned": "there"}
+SWEPT |= {"lost_aligned": 0, "first_lost_aligned": "there", "lost_resident": 0, "lost": 0, "misplanned": 0}
+SWEPT |= {"first_lost_resident": "nearby", "first_lost": "far", "first_misplanned": "mispinned: x", "first_contract": "None"}
 
 
 def test_a_sweep_that_declines_what_is_misaligned_passes(arm: Arm) -> None:
@@ -237,9 +274,10 @@ def test_a_sweep_that_declines_what_is_misaligned_passes(arm: Arm) -> None:
     ("change", "status", "reason"),
     [
         ({"ideal": 0}, "INFRA", "vacuous: "),
-        ({"contract": 1}, "FAIL", "contract: in 1 of 9 geometries"),
+        ({"contract": 1}, "FAIL", "contract: 1 lookups in 9 geometries, first None"),
+        ({"misplanned": 5}, "FAIL", "mispinned: x, the first of 5 in 9 geometries"),
         ({"unsound": 2}, "FAIL", "unsound: 2 of 9 geometries, first here"),
-        ({"leaked": 3}, "FAIL", "leaked: CPU blocks stayed pinned in 3 of 9 geometries"),
+        ({"leaked": 3}, "FAIL", "leaked: blocks stay pinned after 3 rounds of lookups, in 9 geometries"),
         ({"lost_aligned": 4}, "FAIL", "lost-reuse: 4 of 9 geometries, all aligned, first there"),
     ],
 )
@@ -249,5 +287,63 @@ def test_a_sweep_that_does_not(arm: Arm, change: dict[str, int], status: str, re
     assert verdict.reason.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "lost", "reason"),
+    [
+        ("aligned", "lost_resident", ""),
+        ("aligned", "lost", ""),
+        ("resident", "lost", ""),
+        ("resident", "lost_resident", "lost-reuse: 4 of 9 geometries, whose reuse the patch promises, first nearby"),
+        ("all", "lost", "lost-reuse: 4 of 9 geometries, whose reuse the patch promises, first far"),
+        ("all", "lost_aligned", "lost-reuse: 4 of 9 geometries, all aligned, first there"),
+    ],
+)
+def test_a_sweep_of_a_patch_that_promises_reuse(arm: Arm, keeps: Keeps, lost: str, reason: str) -> None:
+    verdict = judge_sweep(SWEPT | {lost: 4}, arm.expected, arm.model_copy(update={"keeps": keeps}))
+    assert (verdict.status, verdict.reason) == ("FAIL" if reason else "PASS", reason)
+
+
+TRIED = {"asked": 9, "faults": 0, "first_fault": ""}
+
+
+def test_the_calls_around_a_lookup(arm: Arm) -> None:
+    assert judge_protocol(TRIED, arm.expected, arm) == PASSED
+    wrong = judge_protocol(TRIED | {"faults": 2, "first_fault": "leaked: x, there"}, arm.expected, arm)
+    assert (wrong.status, wrong.reason) == ("FAIL", "leaked: x, there, the first of 2 in 9 tries")
+    assert judge_protocol(TRIED, {}, arm).status == "INFRA"
+
+
 def test_a_sweep_of_another_arm_says_nothing(arm: Arm) -> None:
     assert judge_sweep(SWEPT, {}, arm).reason.startswith("wrong-arm: ")
+
+
+# --- the scheduler's stateful tests -----------------------------------------------------------------------------------
+
+SEARCHED = {"programs": 60, "lookups": 900, "misaligned": 90, "loads": 300, "violation": "", "program": ""}
+
+
+def test_programs_that_break_nothing_pass(arm: Arm) -> None:
+    assert judge_stateful(SEARCHED, arm.expected, arm) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"misaligned": 19}, "INFRA", "vacuous: 19 misaligned mixed hits in 900 lookups and 300 loads of 60 programs"),
+        ({"loads": 0}, "INFRA", "vacuous: 90 misaligned mixed hits in 900 lookups and 0 loads"),
+        # One that failed early has seen little, and that is no excuse for it.
+        (
+            {"violation": "stale: a block", "program": "step(1,2)", "misaligned": 0},
+            "FAIL",
+            "stale: a block; smallest program: step(",
+        ),
+    ],
+)
+def test_programs_that_do_not(arm: Arm, change: dict[str, object], status: str, reason: str) -> None:
+    verdict = judge_stateful(SEARCHED | change, arm.expected, arm)
+    assert verdict.status == status
+    assert verdict.reason.startswith(reason)
+
+
+def test_programs_on_another_arm_say_nothing(arm: Arm) -> None:
+    assert judge_stateful(SEARCHED, {}, arm).reason.startswith("wrong-arm: ")

@@ -204,6 +204,7 @@ def test_a_new_patch(bench: Bench) -> None:
         "upstream": "none",
         "remove_when": "never",
         "author": "somebody",
+        "keeps": "aligned",
     }
     assert bench.patched("fix", PIN) == AFTER
     assert bench.state() == before
@@ -363,7 +364,7 @@ def test_the_projects_own_patch_comes_out_again(project: Project, pin_env: PinEn
     patch = load_patch(project.patches / name)
     text = (project.patches / name / patch.pins[pin].patch).read_bytes()
     apply_patch(text, patch.pins[pin].files, site, tmp_path / "tree", Path(name))
-    meta = Meta(**patch.model_dump(exclude={"pins"}))
+    meta = Meta(**patch.model_dump(exclude={"pins", "keeps"}))
     made = new_patch(name, pin, site, tmp_path / "tree", tmp_path / "patches", meta)
     assert made.patch_file.read_bytes() == text
     assert made.files == patch.pins[pin].files

@@ -311,8 +311,8 @@ def test_what_runs_is_the_scheduler_and_one_engine(lab: Lab) -> None:
     lab.add()
     alone, beside = lab.runs
     command = ["conformance", "--pin", NEW, "--device", "host", "--patch", "fix"]
-    assert alone == [*command, "--arm", "stock", "-k", "scheduler or (CPU_ATTN and eager)"]
-    assert beside == [*command, "-k", "scheduler or (CPU_ATTN and eager)"]
+    assert alone == [*command, "--arm", "stock", "--quick", "-k", "scheduler or (CPU_ATTN and eager)"]
+    assert beside == [*command, "--quick", "-k", "scheduler or (CPU_ATTN and eager)"]
     rows = [r for p in lab.project.results.rglob("*.jsonl") for r in document.read_rows(p) if isinstance(r, ProbeRow)]
     assert {(r.cell["tier"], r.cell["backend"], r.cell["mode"]) for r in rows} == {
         ("scheduler", "", ""),

@@ -176,7 +176,7 @@ def test_rows_of_another_matrix_do_not_count(lab: Lab, make_row: MakeRow, cell: 
     assert lab.status().state == "unknown"
 
 
-@pytest.mark.parametrize("how", [{"ended": False}, {"suite": "perf"}])
+@pytest.mark.parametrize("how", [{"ended": False}, {"ended": False, "published": True}, {"suite": "perf"}])
 def test_a_run_that_is_not_a_finished_conformance_run_does_not_count(lab: Lab, bad: ProbeRow, how: dict[str, Any]) -> None:
     lab.run(1, [bad], **how)
     assert lab.status().state == "unknown"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from kvmatrix import oracle, reuse
 from kvmatrix.reuse import RESIDENCIES, VARIANTS, Resident, residencies
+from kvmatrix.scheduler_harness import Loads
 
 SHAPE = {"block": 4, "hash_block": 4, "chunks": [8], "periods": 4}
 Answer = Callable[["FakeScheduler", int, int], int]
@@ -20,13 +20,18 @@ class FakeScheduler:
 
     answer: Answer
     leaks = False
-    is_async = True
+    is_async: bool | None = True
+    planned_fault = ""
 
-    def __init__(self, block: int, chunks: list[int | None], tokens: int, hash_block: int) -> None:
-        self.block, self.chunks, self.free = block, chunks, 100
-        self.cpu_pool = SimpleNamespace(get_num_free_blocks=lambda: self.free)
+    def __init__(self, block: int, chunks: list[int | None], tokens: int, lazy_offload: bool, hash_block: int) -> None:
+        self.block, self.chunks, self.lazy = block, chunks, lazy_offload
         self.resident: Resident = []
-        self.dropped = 0
+        self.held = False
+        self.asked: list[tuple[int, int]] = []
+        self.let_go_of = 0
+        type(self).made.append(self)
+
+    made: ClassVar[list[FakeScheduler]] = []
 
     def request(self, tokens: int) -> int:
         return tokens
@@ -37,24 +42,35 @@ class FakeScheduler:
     def ideal(self, prompt: int, prefix: int) -> int:
         return oracle.longest_sound_hit(prefix, prompt, self.block, list(zip(self.chunks, self.resident, strict=True)))
 
-    def lookup(self, request: int, prefix: int) -> tuple[int, bool]:
+    def ask(self, request: int, prefix: int) -> tuple[int | None, bool]:
+        self.asked.append((request, prefix))
         external = type(self).answer(self, request, prefix)
-        self.free -= 1 if external or self.leaks else 0
-        return external, self.is_async and external > 0
+        self.held = bool(external)
+        return (None, False) if self.is_async is None else (external, self.is_async and external > 0)
 
-    def planned_loads(self, request: int, prefix: int, external: int) -> list[list[bool]]:
-        return [held[prefix // self.block : (prefix + external) // self.block] for held in self.resident]
+    def planned(self, request: int, prefix: int, external: int) -> Loads:
+        taken = slice(prefix // self.block, (prefix + external) // self.block)
+        return Loads([held[taken] for held in self.resident], self.planned_fault)
 
     def drop_hit(self, request: int) -> None:
-        self.free += 1
+        self.held = self.leaks
+
+    def left_behind(self) -> str:
+        return "leaked: it" if self.held else ""
+
+    def let_go(self) -> None:
+        self.held = False
+        self.let_go_of += 1
 
 
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def run(answer: Answer, kind: reuse.Residency = "all", **attributes: Any) -> dict[str, Any]:
+        FakeScheduler.made.clear()
+        shape = SHAPE | attributes.pop("shape", {})
         scheduler = type("Scheduler", (FakeScheduler,), {"answer": answer, **attributes})
         monkeypatch.setattr(reuse, "SchedulerUnderTest", scheduler)
-        return reuse.sweep([SHAPE], kind)
+        return reuse.sweep([shape], kind)
 
     return run
 
@@ -82,7 +98,8 @@ def test_the_ideal_lookup_keeps_all_and_is_sound(swept: Callable[..., dict[str, 
     totals = swept(ideal, kind)
     assert totals["kept"] == totals["ideal"] > 0
     assert totals["kept_resident"] == totals["ideal_resident"] > 0
-    assert not any(totals[key] for key in ("unsound", "leaked", "lost_aligned", "contract"))
+    wrong = ("unsound", "leaked", "misplanned", "contract", "lost_aligned", "lost_resident", "lost")
+    assert not any(totals[key] for key in wrong)
 
 
 @pytest.mark.parametrize("kind", [k for k in RESIDENCIES if k != "all"])
@@ -101,13 +118,65 @@ def test_a_lookup_that_always_declines_loses_the_aligned_ones(swept: Callable[..
     assert "prefix 0: 0 of 4 tokens" in totals["first_lost_aligned"]
 
 
+def decline_misaligned(sut: FakeScheduler, prompt: int, prefix: int) -> int:
+    return 0 if prefix % 8 else sut.ideal(prompt, prefix)
+
+
+def test_what_a_declining_lookup_loses_is_told_apart(swept: Callable[..., dict[str, Any]]) -> None:
+    totals = swept(decline_misaligned, "head-gone")
+    assert totals["lost_aligned"] == 0
+    assert 0 < totals["lost_resident"] < totals["lost"], "where the head is gone, some of it is no loss of a rebased lookup"
+    assert "prefix 12: 0 of " in totals["first_lost_resident"]
+
+
+def test_the_longest_prefix_is_asked_first_and_the_one_with_nothing_left_too(swept: Callable[..., dict[str, Any]]) -> None:
+    """So what a lookup leaves in the tier is met by those that need it, and each must drop the hit of the one before."""
+    swept(ideal)
+    asked = FakeScheduler.made[0].asked
+    assert [prefix for prompt, prefix in asked if prompt == 17] == [16, 12, 8, 4, 0]
+    assert [prefix for prompt, prefix in asked if prompt == 16] == [12, 8, 4, 0]
+
+
+def test_an_answer_where_nothing_is_left_is_against_the_contract(swept: Callable[..., dict[str, Any]]) -> None:
+    totals = swept(lambda sut, prompt, prefix: sut.ideal(prompt, prefix) or sut.block)
+    assert totals["contract"] == 28, "one for each prompt"
+    assert "at most" in totals["first_contract"]
+    assert totals["unsound"] == totals["lost"] == 0
+
+
 def test_a_pin_that_stays_is_counted(swept: Callable[..., dict[str, Any]]) -> None:
-    totals = swept(nothing, leaks=True)
-    assert totals["leaked"] == totals["geometries"]
+    assert swept(nothing, leaks=True)["leaked"] == 28, "once for each content of the CPU tier"
+    assert FakeScheduler.made[0].let_go_of == 28, "and given up, so that the next one starts clean"
+
+
+def test_a_hit_that_is_held_otherwise_than_answered_is_counted(swept: Callable[..., dict[str, Any]]) -> None:
+    totals = swept(ideal, planned_fault="misplaced: one")
+    assert totals["misplanned"] == 112 + 28
+    assert totals["first_misplanned"] == "misplaced: one, block 4, chunks [8], prompt 5, prefix 4"
 
 
 def test_a_hit_that_is_not_asynchronous_is_counted(swept: Callable[..., dict[str, Any]]) -> None:
     assert swept(ideal, is_async=False)["contract"] == 112
+
+
+def test_none_is_no_answer(swept: Callable[..., dict[str, Any]]) -> None:
+    totals = swept(ideal, is_async=None)
+    assert totals["contract"] == 112 + 28
+    assert "answers None" in totals["first_contract"]
+
+
+def test_the_groups_of_a_shape(swept: Callable[..., dict[str, Any]]) -> None:
+    """The full-attention group where the shape has it, its own residency with it, and lazy offload where it asks for it."""
+    totals = swept(ideal, "tail-gone", shape={"chunks": [8, 12], "full_at": 1, "lazy": True})
+    (sut,) = FakeScheduler.made
+    assert (sut.chunks, sut.lazy) == ([8, None, 12], True)
+    assert [all(held) for held in sut.resident] == [True, False, True], "the last content lacks blocks of full attention only"
+    assert totals["kept"] == totals["ideal"] > 0
+
+
+def test_a_shape_without_chunks(swept: Callable[..., dict[str, Any]]) -> None:
+    totals = swept(nothing, shape={"chunks": []})
+    assert totals["lost_aligned"] == totals["geometries"] == sum((p - 1) // 4 for p in range(5, 17))
 
 
 @pytest.mark.parametrize("kind", [k for k in RESIDENCIES if k != "all"])
@@ -139,4 +208,4 @@ def test_which_groups_lose_blocks(kind: reuse.Residency, gone: list[int]) -> Non
 )
 def test_where_the_boundary_is(prefix: int, gone: tuple[int, int], expected: bool) -> None:
     resident = [[(g, i) != gone for i in range(10)] for g in range(3)]
-    assert reuse.boundary_resident(prefix, 16, [None, 32, 48], resident) is expected
+    assert oracle.boundary_resident(prefix, 16, [None, 32, 48], resident) is expected

@@ -358,6 +358,8 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
             "is_async": True,
             "loaded_blocks": 5,
             "missing": [[], [4]] if case["prefix"] in (16, 144) else [[], []],
+            "faults": [],
+            "boundary_resident": True,
             "leaked_cpu_pins": 0,
             "leaked_device_refs": 0,
             "pending_hits": 0,
@@ -368,14 +370,30 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     sweeps = runner.scheduler_sweeps(project.matrix)
     found = {"geometries": 9, "ideal": 64, "kept": 32, "contract": 0, "unsound": 2, "first_unsound": "here", "seconds": 0.5}
     sent = {"type": "sweep", "imported": STOCK.expected}
+    checks = runner.scheduler_protocol(project.matrix)
+    tried = {"type": "protocol", "imported": STOCK.expected}
+    messages += [tried | {"name": checks[0]["name"], "refused": "refused: not there yet"}]
+    messages += [tried | {"name": c["name"], "tried": {"asked": 3, "faults": 0, "first_fault": ""}} for c in checks[1:]]
     messages += [sent | {"name": sweeps[0]["name"], "refused": "refused: no such shape"}]
     messages += [sent | {"name": s["name"], "totals": found} for s in sweeps[1:]]
+    searches = runner.stateful_tests(project.matrix)
+    broken = {"violation": "unsound: token 20", "program": "add(0)", "seconds": 0.5}
+    sent = {"type": "stateful", "imported": STOCK.expected}
+    messages += [sent | {"name": searches[0]["name"], "refused": "refused: no such scheduler"}]
+    messages += [sent | {"name": s["name"], "totals": broken} for s in searches[1:]]
     rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
-    assert [r.probe for r in rows] == [c["name"] for c in (*cases, *sweeps)]
+    assert [r.probe for r in rows] == [c["name"] for c in (*cases, *checks, *sweeps, *searches)]
     assert {r.probe for r in rows[: len(cases)] if r.status == "FAIL"} == {
         f"{place}-tail-{tail}" for place in ("prompt81-prefix16", "prompt213-prefix144") for tail in ("present", "absent")
     }
-    refused, *swept = rows[len(cases) :]
+    around = rows[len(cases) : len(cases) + len(checks)]
+    assert [r.status for r in around] == ["UNSUPPORTED"] + ["PASS"] * (len(checks) - 1)
+    assert around[0].reason == "refused: not there yet"
+    refused, *searched = rows[-len(searches) :]
+    assert (refused.status, refused.reason) == ("UNSUPPORTED", "refused: no such scheduler")
+    assert {(r.status, r.reason) for r in searched} == {("FAIL", "unsound: token 20; smallest program: add(0)")}
+    assert all(r.sweep == broken for r in searched)
+    refused, *swept = rows[len(cases) + len(checks) : -len(searches)]
     assert (refused.status, refused.reason) == ("UNSUPPORTED", "refused: no such shape")
     assert {(r.status, r.reason, r.reuse_tokens, r.external_hit_tokens) for r in swept} == {
         ("FAIL", "unsound: 2 of 9 geometries, first here", 64, 32)
@@ -384,7 +402,28 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     assert not any(map(is_problem, rows))
     assert ctx.pool.sent[0]["kind"] == "scheduler"
     assert [s["name"] for s in ctx.pool.sent[0]["sweeps"]] == [s["name"] for s in sweeps]
+    assert [s["name"] for s in ctx.pool.sent[0]["stateful"]] == [s["name"] for s in searches]
     assert ctx.pool.sent[0]["env"]["KVMATRIX_OVERLAY"] == "stock.json"
+
+
+def test_an_arm_that_is_followed_to_its_first_failure(
+    run: Callable[..., Any], make_context: Callable[..., Context], make_cell: Callable[..., Cell], project: Project
+) -> None:
+    """Its child is ended there, what it was not asked is said not to have run, and the small sweeps come first."""
+    names = [c["name"] for c in runner.scheduler_protocol(project.matrix)]
+    tried = {"type": "protocol", "imported": FIX.expected}
+    good, bad = ({"asked": 3, "faults": n, "first_fault": "leaked: x"} for n in (0, 1))
+    messages = [tried | {"name": n, "tried": t} for n, t in zip(names, (good, bad, bad), strict=False)]
+    cell = make_cell(tier="scheduler", chunk=64, block=16, prompt=81, arm="fix")
+    ctx = make_context(([*messages, DONE], 0))
+    ctx.until_failure = frozenset({"fix"})
+    rows = {r.probe: r for r in CellRun(cell, ctx, lambda stage: None).run()}
+    assert [rows[n].status for n in names[:3]] == ["PASS", "FAIL", "NOT_RUN"]
+    assert rows[names[2]].reason == runner.ENOUGH
+    assert ctx.pool.jobs[0].killed
+    sizes = [runner._lookups(s) for s in ctx.pool.sent[0]["sweeps"]]
+    assert sizes == sorted(sizes)
+    assert len(sizes) == len(runner.scheduler_sweeps(project.matrix))
 
 
 def test_what_a_child_is_sent(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
