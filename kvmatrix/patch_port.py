@@ -22,6 +22,9 @@ from kvmatrix.patch_files import PATCH_TOML, Files, apply, compile_error, hashed
 
 Method = Literal["apply", "merge"]
 
+AROUND = "is changed by the patch, and differs"
+"""In the doubt that a function around a hunk is not the same in both releases."""
+
 
 @dataclass(frozen=True)
 class HunkPort:
@@ -274,7 +277,7 @@ def _doubts(port: _Port, change: FileChange) -> Iterator[str]:
         if name and name not in new:
             yield f"{path}: {name} is changed by the patch, and vLLM {port.to_pin} has no such function"
         elif name and [f.text for f in old[name]] != [f.text for f in new[name]]:
-            yield f"{path}: {name} is changed by the patch, and differs between vLLM {port.from_pin} and {port.to_pin}"
+            yield f"{path}: {name} {AROUND} between vLLM {port.from_pin} and {port.to_pin}"
     lost = _names(port.theirs[path], _added_lines(change)) & _names(port.base[path]) - _names(port.ours[path])
     if lost:
         yield f"{path}: the patch uses {', '.join(sorted(lost))}, which vLLM {port.to_pin}'s file does not have"

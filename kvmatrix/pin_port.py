@@ -15,7 +15,7 @@ from kvmatrix.arms import PinPatch, load_patch, read_patch_text
 from kvmatrix.config import Pin, Project
 from kvmatrix.errors import PatchError, one_line
 from kvmatrix.patch_files import read_all, reverse_applies
-from kvmatrix.patch_port import PortConflictError, Refreshed, refresh_patch
+from kvmatrix.patch_port import AROUND, PortConflictError, Refreshed, refresh_patch
 from kvmatrix.patch_tools import check_patch
 
 PortStatus = Literal["applies as is", "ported", "not certain", "already applied", "does not apply", "there already", "fails"]
@@ -92,7 +92,7 @@ def _port_from(folder: Path, source: Pin, pin: Pin, source_site: Path, site: Pat
             return Ported(name, "does not apply", _conflict_lines(e, name, source.version, pin.version))
         except PatchError as e:
             return Ported(name, "does not apply", (one_line(e),))
-        ported = _judged(done)
+        ported = _judged(done, tried=pin.device == "host")
         if ported.carried:
             shutil.copytree(patches / name, folder, dirs_exist_ok=True)
     return ported
@@ -111,10 +111,15 @@ def _conflict_lines(error: PortConflictError, name: str, source: str, target: st
     return (*(conflicts or [f"conflicts with vLLM {target}"]), hint)
 
 
-def _judged(done: Refreshed) -> Ported:
-    """A hunk that only moved is no doubt: git's apply and a three-way merge of the whole file put it at the same place."""
+def _judged(done: Refreshed, tried: bool) -> Ported:
+    """A hunk that only moved is no doubt: git's apply and a three-way merge of the whole file put it at the same place.
+
+    That a function around a hunk differs is none where the patch is ``tried`` afterwards: it is left out where it fails.
+    """
     moved = {h.line for h in done.hunks if h.state == "moved"}
     doubts = [u for u in done.uncertain if u not in moved]
+    if tried and doubts and all(AROUND in doubt for doubt in doubts):
+        return Ported(done.name, "ported", (f"from {done.from_pin}; the run decides", *doubts))
     if doubts:
         return Ported(done.name, "not certain", (f"from {done.from_pin}; not written", *doubts))
     how = f"from {done.from_pin}" + (f", {len(moved)} hunks moved" if moved else "")

@@ -35,6 +35,7 @@ from kvmatrix.errors import (
     UsageError,
 )
 from kvmatrix.expectations import Expectations, expected_status
+from kvmatrix.patch_port import AROUND, Refreshed
 from kvmatrix.patch_tools import new_patch
 from kvmatrix.pin_add import Added
 from kvmatrix.pin_port import Ported, PortStatus
@@ -378,6 +379,22 @@ def test_how_a_patch_fares(lab: Lab, manager: str, status: str) -> None:
     assert (patch.status, bool(patch.lines)) == (status, True)
     assert (lab.root / "patches" / "fix" / f"{NEW}.patch").exists() is (status == "applies as is")
     assert (NEW in tomllib.loads(lab.text("patches/fix/patch.toml"))["pins"]) is (status == "applies as is")
+
+
+@pytest.mark.parametrize(
+    ("doubts", "tried", "status"),
+    [
+        ((), False, "applies as is"),
+        ((f"x.py: step {AROUND} between vLLM 1 and 2",), True, "ported"),
+        ((f"x.py: step {AROUND} between vLLM 1 and 2",), False, "not certain"),
+        ((f"x.py: step {AROUND} between vLLM 1 and 2", "x.py: the patch uses y"), True, "not certain"),
+    ],
+)
+def test_a_function_that_differs_around_a_hunk_is_left_to_the_run(doubts: tuple[str, ...], tried: bool, status: str) -> None:
+    done = Refreshed("fix", "1", "2", Path("2.patch"), "apply", hunks=(), uncertain=doubts)
+    ported = pin_port._judged(done, tried)
+    assert ported.status == status
+    assert all(d in ported.lines for d in doubts)
 
 
 def test_the_nearer_neighbour_is_tried_first_and_then_the_other() -> None:
