@@ -33,6 +33,12 @@ class _TextModel:
             raise AttributeError(name)
 
 
+NO_ADMISSION = (
+    "refused: this release admits a request that waits for a load without keeping blocks free for its rest:"
+    " on a small device it can stop for good, whatever the lookup"
+)
+
+
 def _vllm_config(lazy: bool) -> Any:
     """A real VllmConfig, but for the model: none is needed, and to read one takes seconds."""
     from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig, VllmConfig
@@ -99,6 +105,9 @@ class Factory:
     def scheduler(self, device_blocks: int, cpu_blocks: int) -> Any:
         """A scheduler over empty tiers of these sizes, in blocks with the null block."""
         from vllm.v1.core.sched.scheduler import Scheduler
+
+        if not hasattr(Scheduler, "_request_remaining_blocks"):  # 0.19.1
+            raise Unsupported(NO_ADMISSION)
 
         kv_config, page = kv_cache_config(BLOCK, self.groups, device_blocks)
         extra = self._config.kv_transfer_config.kv_connector_extra_config

@@ -175,7 +175,10 @@ class Rig:
     def _preempt(self) -> None:
         """Preempt the last running request, as the scheduler does when the device is full."""
         if self.scheduler.running:
-            self.scheduler._preempt_request(self.scheduler.running.pop(), time.monotonic())
+            request = self.scheduler.running.pop()
+            self.scheduler._preempt_request(request, time.monotonic())
+            # It may be resumed in the very next step, as after a forced reset of the cache, which forgets this for all.
+            self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self.counts["preemptions"] += 1
 
     def _reset_device(self) -> None:
