@@ -46,15 +46,19 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
 
+def _add_pins_and_arms(to: argparse._ActionsContainer) -> None:
+    to.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0, or all")
+    to.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
+    to.add_argument(
+        "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
+    )
+    to.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
+
+
 def _add_axes(parser: argparse.ArgumentParser) -> None:
     """Options that keep a part of the matrix; each may be given several times."""
     axes = parser.add_argument_group("keep only these cells of matrix.toml (each may be repeated)")
-    axes.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0, or all")
-    axes.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
-    axes.add_argument(
-        "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
-    )
-    axes.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
+    _add_pins_and_arms(axes)
     axes.add_argument("--backend", action="append", default=[], metavar="NAME", help="attention backend, vLLM's name")
     axes.add_argument("--mode", action="append", default=[], metavar="MODE", help="eager or compiled")
     axes.add_argument("--chunk", action="append", default=[], type=int, metavar="TOKENS", help="attention chunk size")
@@ -125,12 +129,7 @@ def _add_mutants(parser: argparse.ArgumentParser) -> None:
 
 def _add_upstream(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", required=True, type=Path, metavar="PATH", help="a vLLM checkout of about the pin's release")
-    parser.add_argument("--pin", action="append", default=[], metavar="VERSION", help="vLLM release, such as 0.32.0, or all")
-    parser.add_argument("--device", default="", metavar="KIND", help="host, cuda or rocm")
-    parser.add_argument(
-        "--patch", action="append", default=[], metavar="NAME|FILE", help="a folder under patches/, or a diff of a vLLM tree"
-    )
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME", help="stock, or a patch's name")
+    _add_pins_and_arms(parser)
     parser.add_argument("--test", action="append", default=[], metavar="FILE", help="only this test file (may be repeated)")
     parser.add_argument("-k", dest="keyword", default="", metavar="EXPR", help="pytest's -k: keep tests by name")
 
@@ -354,8 +353,7 @@ def _patch_new(project: Project, args: argparse.Namespace) -> int:
 
 
 def _patch_check(project: Project, args: argparse.Namespace) -> int:
-    built = {e.name for e in envs.list_envs(project) if e.complete}
-    pins = [p for p in project.matrix.pins if p.device == "host" and envs.env_name(p, project.root) in built]
+    pins = [p for p in project.matrix.pins if p.device == "host" and envs.is_built(project, p)]
     sites = {p.version: envs.ensure(project, p).site_packages for p in pins}
     names = args.names or sorted(p.parent.name for p in project.patches.glob("*/patch.toml"))
     checks = [(name, c) for name in names for c in patch_tools.check_patch(project.patches, name, sites)]

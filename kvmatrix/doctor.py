@@ -72,9 +72,8 @@ def _pin_rows(project: Project, pin: Pin) -> list[list[str]]:
 
 
 def _env_state(project: Project, pin: Pin) -> str:
-    name = envs.env_name(pin, project.root)
     of = f" (mixed build: Python files of {pin.version}, extensions of {pin.base.version})" if pin.mixed else ""
-    if not any(e.name == name and e.complete for e in envs.list_envs(project)):
+    if not envs.is_built(project, pin):
         return f"environment{of} will be built on the first run"
     try:
         envs.verify_install(envs.ensure(project, pin, lambda _: None))

@@ -163,6 +163,15 @@ def list_envs(project: Project) -> tuple[EnvEntry, ...]:
     return tuple(entries)
 
 
+def is_built(project: Project, pin: Pin) -> bool:
+    """Whether the environment of ``pin`` is there and complete.
+
+    Raises:
+        EnvironmentBuildError: the pin's lock is missing.
+    """
+    return env_name(pin, project.root) in {e.name for e in list_envs(project) if e.complete}
+
+
 def remove(project: Project, name: str) -> None:
     """Delete one environment. A mixed build over it stays, and counts again once its base is there again.
 

@@ -22,7 +22,7 @@ from kvmatrix.config import Project, Strict
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import ExitCode, PatchError, UsageError
 from kvmatrix.expectations import is_problem
-from kvmatrix.records import EXECUTED, ProbeRow, place
+from kvmatrix.records import BROKEN, EXECUTED, ProbeRow, place
 from kvmatrix.report.tables import table
 from kvmatrix.runner import WITH_PARENT
 from kvmatrix.session import Session, planned_ids
@@ -32,7 +32,6 @@ MUTANTS = "mutants"
 BACKEND, MODE = "CPU_ATTN", "eager"
 """The engine that a survivor of the scheduler tier must face."""
 REASON_WIDTH = 110
-BROKEN = ("CRASH", "TIMEOUT", "UNSUPPORTED")
 Place = tuple[str, str]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvmatrix.reuse import Resident, groups_of, longest_prompt, residencies
+from kvmatrix.reuse import Resident, filled_tiers, residencies
 from kvmatrix.scheduler_harness import Loads, SchedulerUnderTest, Unsupported
 
 MANAGER = "manager.py"
@@ -204,6 +205,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
+@cache
 def release_has(words: str) -> bool:
     """Whether the installed lookup, not the arm's, has ``words`` in its source: what it never did is asked of no patch."""
     spec = importlib.util.find_spec("vllm.v1.simple_kv_offload")
@@ -222,33 +224,15 @@ def run(check: str, shapes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tried = Tried()
     for shape in shapes:
         try:
-            _run_shape(tried, CHECKS[check], **shape)
+            for sut, _, prompt, resident in filled_tiers(contents, **shape):
+                asker = Asker(sut, prompt, resident)
+                for prefix in asker.prefixes:
+                    _try(tried, CHECKS[check], asker, prefix)
         except Unsupported:
             continue
     if not tried.asked:
         raise Unsupported("refused: this release does nothing that could be asked so")
     return asdict(tried)
-
-
-def _run_shape(
-    tried: Tried,
-    check: Check,
-    block: int,
-    hash_block: int,
-    chunks: list[int],
-    periods: int,
-    full_at: int = 0,
-    lazy: bool = False,
-) -> None:
-    groups, longest = groups_of(chunks, full_at), longest_prompt(block, chunks, periods)
-    sut = SchedulerUnderTest(block, groups, longest, lazy_offload=lazy, hash_block=hash_block)
-    for prompt in range(block + 1, longest + 1):
-        for full, *chunked in contents(len(groups), prompt // block, prompt):
-            resident = [*chunked[:full_at], full, *chunked[full_at:]]
-            sut.refill_cpu(sut.request(prompt), resident)
-            asker = Asker(sut, prompt, resident)
-            for prefix in asker.prefixes:
-                _try(tried, check, asker, prefix)
 
 
 def contents(groups: int, blocks: int, seed: int) -> Iterator[Resident]:

@@ -22,6 +22,8 @@ from kvmatrix.errors import DiskError, RowsError
 SCHEMA = 1
 Status = Literal["PASS", "FAIL", "CRASH", "TIMEOUT", "INFRA", "UNSUPPORTED", "NOT_RUN"]
 EXECUTED = ("PASS", "FAIL")
+BROKEN = ("CRASH", "TIMEOUT", "UNSUPPORTED")
+"""What a patch is to blame for where stock was executed."""
 
 
 class Row(BaseModel):

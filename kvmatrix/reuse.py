@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from kvmatrix import oracle
@@ -24,6 +25,8 @@ GONE = 0.2
 
 Resident = list[list[bool]]
 """``[group][block of the prompt]``: does the CPU tier hold it."""
+Contents = Callable[[int, int, int], Iterator[Resident]]
+"""Contents of the CPU tier for so many groups (full attention first), whole blocks, and a seed."""
 
 
 @dataclass
@@ -104,7 +107,7 @@ def sweep(shapes: Sequence[dict[str, Any]], kind: Residency) -> dict[str, Any]:
     totals = Totals()
     started = time.perf_counter()
     for shape in shapes:
-        _sweep_shape(totals, kind, **shape)
+        _sweep_shape(totals, kind, shape)
     totals.seconds = round(time.perf_counter() - started, 3)
     return asdict(totals)
 
@@ -119,33 +122,41 @@ def longest_prompt(block: int, chunks: Sequence[int], periods: int) -> int:
     return periods * max(chunks, default=block)
 
 
-def _sweep_shape(
-    totals: Totals,
-    kind: Residency,
+def filled_tiers(
+    contents: Contents,
     block: int,
     hash_block: int,
     chunks: list[int],
     periods: int,
     full_at: int = 0,
     lazy: bool = False,
-) -> None:
-    groups = groups_of(chunks, full_at)
-    longest = longest_prompt(block, chunks, periods)
+) -> Iterator[tuple[SchedulerUnderTest, Any, int, Resident]]:
+    """A shape's one scheduler, a request, its prompt and what the CPU tier now holds of it: every prompt with all ``contents``.
+
+    Raises:
+        Unsupported: this release cannot have the shape.
+    """
+    groups, longest = groups_of(chunks, full_at), longest_prompt(block, chunks, periods)
     sut = SchedulerUnderTest(block, groups, longest, lazy_offload=lazy, hash_block=hash_block)
     for prompt in range(block + 1, longest + 1):
         request = sut.request(prompt)
-        for full, *chunked in residencies(kind, len(groups), prompt // block, prompt):
+        for full, *chunked in contents(len(groups), prompt // block, prompt):
             resident = [*chunked[:full_at], full, *chunked[full_at:]]
             sut.refill_cpu(request, resident)
-            # The longest prefix first: what a lookup leaves in the tier is then met by those that need these blocks. Each
-            # lookup finds the hit of the one before, as a retried request does, and must give it back. The first one has
-            # nothing left to be served.
-            for prefix in range((prompt - 1) // block * block, -1, -block):
-                _ask(totals, sut, request, prompt, prefix, resident)
-            sut.drop_hit(request)
-            if sut.left_behind():
-                totals.leaked += 1
-                sut.let_go()
+            yield sut, request, prompt, resident
+
+
+def _sweep_shape(totals: Totals, kind: Residency, shape: dict[str, Any]) -> None:
+    for sut, request, prompt, resident in filled_tiers(partial(residencies, kind), **shape):
+        # The longest prefix first: what a lookup leaves in the tier is then met by those that need these blocks. Each
+        # lookup finds the hit of the one before, as a retried request does, and must give it back. The first one has
+        # nothing left to be served.
+        for prefix in range((prompt - 1) // sut.block * sut.block, -1, -sut.block):
+            _ask(totals, sut, request, prompt, prefix, resident)
+        sut.drop_hit(request)
+        if sut.left_behind():
+            totals.leaked += 1
+            sut.let_go()
 
 
 def _ask(totals: Totals, sut: SchedulerUnderTest, request: Any, prompt: int, prefix: int, resident: Resident) -> None:

@@ -20,7 +20,7 @@ from kvmatrix.expectations import Expectations, is_problem
 from kvmatrix.forkserver import NEVER_PRELOADED
 from kvmatrix.processes import ParentPool
 from kvmatrix.progress import RichProgress
-from kvmatrix.records import EXECUTED, EndRow, ProbeRow, RowWriter, RunRow, new_run_id, place, utc_now
+from kvmatrix.records import BROKEN, EXECUTED, EndRow, ProbeRow, RowWriter, RunRow, new_run_id, place, utc_now
 from kvmatrix.runner import Context, probe_id, probe_names, run_cells
 
 Suite = Literal["conformance", "perf", "mutants", "upstream"]
@@ -125,7 +125,7 @@ class Session:
         diffs.package_changes(diffs.read_diff(diff))  # refused before minutes go into an environment
         if build:
             self._check_devices()
-        looked_at = [p for p in self.pins if build or _is_built(self.project, p)]
+        looked_at = [p for p in self.pins if build or envs.is_built(self.project, p)]
         for pin in (p for p in self.pins if p not in looked_at):
             self._say(f"whether {diff.name} applies to vLLM {pin.version} shows when there is an environment of it")
         if not looked_at:
@@ -226,10 +226,6 @@ def _can_preload(arms: Iterable[Arm]) -> bool:
     return all(module == NEVER_PRELOADED for arm in arms for module in arm.expected)
 
 
-def _is_built(project: Project, pin: Pin) -> bool:
-    return envs.env_name(pin, project.root) in {e.name for e in envs.list_envs(project) if e.complete}
-
-
 def _is_diff(patch: str) -> bool:
     return patch.endswith((".diff", ".patch")) or "/" in patch
 
@@ -253,8 +249,7 @@ def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
 def _refused_by_patch(rows: Sequence[ProbeRow]) -> bool:
     """Whether a patched arm is refused, crashes or hangs where stock ran: then it is the patch that broke it."""
     ran = {place(r) for r in rows if r.cell["arm"] == STOCK and r.status in EXECUTED}
-    broken = ("UNSUPPORTED", "CRASH", "TIMEOUT")
-    return any(r.status in broken and r.cell["arm"] != STOCK and place(r) in ran for r in rows)
+    return any(r.status in BROKEN and r.cell["arm"] != STOCK and place(r) in ran for r in rows)
 
 
 def _pin_facts(env: envs.PinEnv) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmatrix import protocol
+from kvmatrix import protocol, reuse
 from kvmatrix.protocol import CHECKS
 from kvmatrix.reuse import Resident
 from kvmatrix.scheduler_harness import Loads, Unsupported, contract_fault
@@ -101,7 +101,7 @@ class FakeSut:
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(check: str, broken: str = "", has: bool = True, **attributes: Any) -> dict[str, Any]:
-        monkeypatch.setattr(protocol, "SchedulerUnderTest", type("Sut", (FakeSut,), {"broken": broken, **attributes}))
+        monkeypatch.setattr(reuse, "SchedulerUnderTest", type("Sut", (FakeSut,), {"broken": broken, **attributes}))
         monkeypatch.setattr(protocol, "release_has", lambda words: has)
         return protocol.run(check, [SHAPE])
 

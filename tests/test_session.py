@@ -166,7 +166,7 @@ def test_without_build_no_environment_is_made(
         opened(patches=(diff,)).plan(build=False)
     assert made == []
     built = own.matrix.pin("0.27.1", "host")
-    monkeypatch.setattr("kvmatrix.session._is_built", lambda project, pin: pin == built)
+    monkeypatch.setattr(envs, "is_built", lambda project, pin: pin == built)
     cells = opened(patches=(diff,)).plan(build=False)
     assert made == ["0.27.1"]
     assert {c.pin for c in cells} == {"0.27.1"}
