@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix import oracle
-from kvmatrix.config import Geometry, Level, Matrix, Pin
+from kvmatrix.config import DType, Geometry, Level, Matrix, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
@@ -33,13 +33,15 @@ class Cell(BaseModel):
     mode: str = ""
     chunk: int
     block: int
-    dtype: str = "float32"
+    dtype: DType = "float32"
     offload: str = "eager"
     prompt: int
     prefix: int = 0
     layers: str = "cf"
     new_tokens: int = 0
     """Tokens to generate, where more than ``llm.new_tokens``."""
+    several: bool = False
+    """Whether the device has room for several requests at once."""
 
     @property
     def id(self) -> str:
@@ -52,6 +54,7 @@ class Cell(BaseModel):
         sizes = [f"c{self.chunk}", f"b{self.block}", *([f"p{self.prompt}", f"d{self.prefix}"] if llm else [])]
         extra = [str(getattr(self, name)) for name, default in DEFAULTS.items() if getattr(self, name) != default]
         extra += [f"n{self.new_tokens}"] if self.new_tokens else []
+        extra += ["several"] if self.several else []
         return "-".join([self.pin, self.device, *kind, *sizes, *extra, self.arm])
 
     @property
@@ -83,10 +86,11 @@ class Selection(BaseModel):
     chunks: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
+    offloads: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
     level: Level = "default"
 
-    @field_validator("pins", "arms", "patches", "backends", "modes", "chunks", "blocks", "dtypes", "tiers")
+    @field_validator("pins", "arms", "patches", "backends", "modes", "chunks", "blocks", "dtypes", "offloads", "tiers")
     @classmethod
     def _once(cls, values: tuple[object, ...]) -> tuple[object, ...]:
         return tuple(dict.fromkeys(values))
@@ -94,7 +98,7 @@ class Selection(BaseModel):
     @property
     def narrows_llm(self) -> bool:
         """Whether an axis that only LLM cells have was given: the scheduler tier is then left out."""
-        return bool(self.backends or self.modes or self.dtypes)
+        return bool(self.backends or self.modes or self.dtypes or self.offloads)
 
 
 def check_selection(matrix: Matrix, selection: Selection) -> None:
@@ -108,6 +112,7 @@ def check_selection(matrix: Matrix, selection: Selection) -> None:
         "backend": (selection.backends, sorted({b for p in pins for b in p.backends})),
         "mode": (selection.modes, sorted(matrix.axes.mode)),
         "dtype": (selection.dtypes, sorted({*matrix.axes.dtype, *(d for g in matrix.geometries for d in g.dtypes)})),
+        "offload": (selection.offloads, sorted({*matrix.axes.offload, *(o for g in matrix.geometries for o in g.offloads)})),
         "chunk": (selection.chunks, sorted({g.chunk for g in matrix.geometries} | {matrix.scheduler.chunk})),
         "block": (selection.blocks, sorted({g.block for g in matrix.geometries} | {matrix.scheduler.block})),
         "tier": (selection.tiers, ["llm", "scheduler"]),
@@ -186,9 +191,10 @@ def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[st
             continue
         modes = [m for m in axes.mode if not geometry.modes or m in geometry.modes]
         for backend, mode, dtype, offload, arm in itertools.product(
-            _backends(geometry, selection, pin), modes, geometry.dtypes or axes.dtype, axes.offload, arms
+            _backends(geometry, selection, pin), modes, geometry.dtypes or axes.dtype, geometry.offloads or axes.offload, arms
         ):
-            if (selection.modes and mode not in selection.modes) or (selection.dtypes and dtype not in selection.dtypes):
+            chosen = ((selection.modes, mode), (selection.dtypes, dtype), (selection.offloads, offload))
+            if any(only and value not in only for only, value in chosen):
                 continue
             yield Cell(
                 tier="llm",
@@ -205,6 +211,7 @@ def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[st
                 prefix=geometry.prefix,
                 layers=geometry.layers or matrix.llm.layers,
                 new_tokens=geometry.new_tokens,
+                several=geometry.several,
             )
 
 

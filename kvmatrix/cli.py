@@ -19,6 +19,7 @@ from kvmatrix import (
     envs,
     locks,
     mutants,
+    pairs,
     patch_files,
     patch_port,
     patch_tools,
@@ -64,6 +65,7 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--chunk", action="append", default=[], type=int, metavar="TOKENS", help="attention chunk size")
     axes.add_argument("--block", action="append", default=[], type=int, metavar="TOKENS", help="KV-cache block size")
     axes.add_argument("--dtype", action="append", default=[], metavar="DTYPE", help="float32 or bfloat16")
+    axes.add_argument("--offload", action="append", default=[], metavar="MODE", help="eager, lazy or disk")
     level = axes.add_mutually_exclusive_group()
     level.add_argument("--quick", dest="level", action="store_const", const="quick", help="the smallest geometries alone")
     level.add_argument("--full", dest="level", action="store_const", const="full", help="every geometry")
@@ -86,6 +88,7 @@ def _selection(args: argparse.Namespace) -> Selection:
         chunks=tuple(args.chunk),
         blocks=tuple(args.block),
         dtypes=tuple(args.dtype),
+        offloads=tuple(args.offload),
         tiers=tuple(args.tier),
         level=args.level or "default",
     )
@@ -294,7 +297,14 @@ def run_cells_list(project: Project, args: argparse.Namespace, argv: list[str]) 
     for cell in cells:
         print(cell.id)
     _say(f"{len(cells)} cells")
+    wanted = pairs.wanted(project.matrix.pairs)
+    have = pairs.covered(cells, project.matrix.pairs)
+    _say(f"{len(have)} of {len(wanted)} pairs of axis values{missing_pairs(wanted - have)}")
     return ExitCode.OK
+
+
+def missing_pairs(missing: set[pairs.Pair]) -> str:
+    return f", without {min(map(pairs.shown, missing))}" + (" and others" if len(missing) > 1 else "") if missing else ""
 
 
 def run_report(project: Project, args: argparse.Namespace, argv: list[str]) -> int:

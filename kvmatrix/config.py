@@ -16,7 +16,21 @@ DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
 DType = Literal["float32", "bfloat16"]
 Level = Literal["quick", "default", "full"]
-ProbeName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
+ProbeName = Literal[
+    "cold",
+    "device-hit",
+    "corrupted-load",
+    "pure-cpu-hit",
+    "mixed-aligned",
+    "mixed-misaligned",
+    "follow-up",
+    "mixed-head-gone",
+    "batch",
+    "abort-loading",
+    "preempted-loading",
+]
+OffloadMode = Literal["eager", "lazy", "disk"]
+"""``lazy``: a block is stored only shortly before the device evicts it. ``disk``: at once, to the connector's disk tier."""
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
 
@@ -79,6 +93,10 @@ class Geometry(Strict):
     """Only these of ``axes.mode``; empty: all."""
     dtypes: tuple[DType, ...] = ()
     """In place of ``axes.dtype``; empty: those."""
+    offloads: tuple[OffloadMode, ...] = ()
+    """In place of ``axes.offload``; empty: those."""
+    several: bool = False
+    """The device has room for several requests at once, and the probes that need that are run, too."""
     level: Level = "default"
     """The smallest selection that has it: ``quick`` is part of ``default``, and that of ``full``."""
 
@@ -93,10 +111,48 @@ class Geometry(Strict):
         return self
 
 
+AxisValue = str | int | bool
+
+
+class LeftOut(Strict):
+    """Pairs of axis values that the default selection need not have: each value of one axis with each of the other's."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, tuple[AxisValue, ...]]
+
+    why: str
+
+    @model_validator(mode="after")
+    def _two_axes(self) -> LeftOut:
+        if len(self.axes) != 2:
+            raise ValueError(f"a pair has two axes, not {len(self.axes)}")
+        return self
+
+    @property
+    def axes(self) -> dict[str, tuple[AxisValue, ...]]:
+        return self.__pydantic_extra__
+
+
+class Pairs(Strict):
+    """What the default selection of LLM cells covers: every pair of these axis values, but for those that are left out."""
+
+    values: dict[str, tuple[AxisValue, ...]]
+    without: tuple[LeftOut, ...] = ()
+
+    @model_validator(mode="after")
+    def _known(self) -> Pairs:
+        for entry in self.without:
+            for axis, values in entry.axes.items():
+                odd = [v for v in values if v not in self.values.get(axis, ())]
+                if odd:
+                    raise ValueError(f"pairs.without names {axis} {odd[0]!r}, which pairs.values has not")
+        return self
+
+
 class Axes(Strict):
     mode: tuple[Mode, ...]
     dtype: tuple[DType, ...]
-    offload: tuple[Literal["eager", "lazy"], ...]
+    offload: tuple[OffloadMode, ...]
 
 
 class Llm(Strict):
@@ -253,10 +309,11 @@ class Matrix(Strict):
     defaults: Defaults
     pins: tuple[Pin, ...]
     geometries: tuple[Geometry, ...]
+    pairs: Pairs
     axes: Axes
     llm: Llm
     scheduler: Scheduler
-    tolerances: Tolerances
+    tolerances: dict[DType, Tolerances]
     budgets: Budgets
     perf: Perf
 
@@ -265,6 +322,13 @@ class Matrix(Strict):
         keys = [(p.version, p.device) for p in self.pins]
         if len(set(keys)) != len(keys):
             raise ValueError("two pins have the same version and device")
+        return self
+
+    @model_validator(mode="after")
+    def _every_dtype_has_tolerances(self) -> Matrix:
+        used = {*self.axes.dtype, *(d for g in self.geometries for d in g.dtypes)}
+        if missing := sorted(used - set(self.tolerances)):
+            raise ValueError(f"tolerances have none for dtype {missing[0]}")
         return self
 
     @model_validator(mode="after")
@@ -292,7 +356,7 @@ class Matrix(Strict):
             for backend in geometry.backends:
                 if backend not in known:
                     raise ValueError(f"geometry names backend {backend!r}, no pin has it: known are {', '.join(sorted(known))}")
-                what = geometry.model_dump(exclude={"backends", "modes", "dtypes", "level"})
+                what = geometry.model_dump(exclude={"backends", "modes", "dtypes", "offloads", "level"})
                 key = (backend, *what.values())
                 if key in seen:
                     told = ", ".join(f"{name} {value}" for name, value in what.items() if value)

@@ -6,7 +6,7 @@ Runs inside a cell's child process. States are reached by generation and cache-r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ RECOMPUTED = ("vllm:prompt_tokens_recomputed", "")
 """vLLM 0.19.1 takes a prompt whose every token but the last is cached for one that is cached whole, and counts that last token
 both here and among the device's: a release that has the counter has the token to take off again."""
 DRAIN_TIMEOUT_S = 60.0
+MAX_NUM_SEQS = 4
 NUDGE_TOKEN = 3
 """A prompt of one token fills no block, so it leaves nothing in any cache."""
 
@@ -59,6 +60,8 @@ class EngineConfig:
     cpu_bytes: int = 1 << 26
     max_num_batched_tokens: int = 512
     offload: bool = True
+    disk_path: str = ""
+    """File of the connector's disk tier, in place of host memory; it is sparse, and vLLM removes it in the end."""
 
     def llm_kwargs(self) -> dict[str, Any]:
         from vllm.config import KVTransferConfig
@@ -70,7 +73,7 @@ class EngineConfig:
             "dtype": self.dtype,
             "block_size": self.block_size,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": 4,
+            "max_num_seqs": MAX_NUM_SEQS,
             "max_logprobs": self.vocab_size,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "num_gpu_blocks_override": self.num_gpu_blocks,
@@ -84,9 +87,19 @@ class EngineConfig:
             kwargs["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="SimpleCPUOffloadConnector",
                 kv_role="kv_both",
-                kv_connector_extra_config={"cpu_bytes_to_use": self.cpu_bytes, "lazy_offload": self.lazy_offload},
+                kv_connector_extra_config=self._tier() | {"lazy_offload": self.lazy_offload},
             )
         return kwargs
+
+    def _tier(self) -> dict[str, Any]:
+        if not self.disk_path:
+            return {"cpu_bytes_to_use": self.cpu_bytes}
+        return {
+            "kv_offload_backend": "disk",
+            "disk_path": self.disk_path,
+            "disk_capacity_bytes": self.cpu_bytes,
+            "use_page_cache": True,  # reads and writes past it are refused by some file systems
+        }
 
 
 def _totals(metrics: Iterable[Any]) -> dict[tuple[str, str], float]:
@@ -98,6 +111,17 @@ def _totals(metrics: Iterable[Any]) -> dict[tuple[str, str], float]:
     return totals
 
 
+def _generation(output: Any, seconds: float, counters: dict[str, int]) -> Generation:
+    completion = output.outputs[0]
+    return Generation(
+        token_ids=list(completion.token_ids),
+        logprobs=[{t: lp.logprob for t, lp in step.items()} for step in completion.logprobs or ()],
+        cached_tokens=int(output.num_cached_tokens or 0),
+        seconds=seconds,
+        counters=counters,
+    )
+
+
 class Engine:
     """vLLM's offline engine with readers for what it really did."""
 
@@ -105,6 +129,8 @@ class Engine:
         from vllm import LLM
 
         self.config = config
+        self._started = 0
+        self._finished: dict[str, Any] = {}
         started = time.perf_counter()
         self.llm = LLM(**config.llm_kwargs())
         self.start_seconds = time.perf_counter() - started
@@ -131,6 +157,14 @@ class Engine:
         """``[group][whole block of the prompt]``: does the CPU tier hold it."""
         return [list(group) for group in self._core_call("kvmatrix_cpu_blocks", prompt)]
 
+    def cpu_block_ids(self, prompt: list[int]) -> list[list[int]]:
+        """``[group][whole block of the prompt]``: the CPU tier's block of it, -1 where it has none."""
+        return [list(group) for group in self._core_call("kvmatrix_cpu_block_ids", prompt)]
+
+    def device_forget(self, prompt: list[int], first: int) -> None:
+        """Make the device's prefix cache lose the prompt's blocks from ``first`` on, of every group."""
+        self._core_call("kvmatrix_device_forget", prompt, first)
+
     def cpu_forget(self, prompt: list[int], first: int, last: int) -> None:
         """Make the CPU tier lose the prompt's blocks ``first`` to ``last - 1`` of every group."""
         self._core_call("kvmatrix_cpu_forget", prompt, first, last)
@@ -145,31 +179,94 @@ class Engine:
             counted["loaded_blocks"] = (self.worker_state()["copied_blocks"] or {}).get("load", 0)
         return counted
 
-    def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
-        """Greedy generation of one request, with its counters taken after its transfers have drained."""
+    def _params(self, max_tokens: int, logprobs: bool) -> Any:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=max_tokens,
             temperature=0,
             ignore_eos=True,
             detokenize=False,
             logprobs=self.config.vocab_size if logprobs else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
+        """Greedy generation of one request, with its counters taken after its transfers have drained."""
+        return self.generate_batch([prompt], max_tokens, logprobs)[0]
+
+    def generate_batch(self, prompts: list[list[int]], max_tokens: int = 1, logprobs: bool = True) -> list[Generation]:
+        """Greedy generation of requests that are there at once, in order; each has the time and the counters of all of them."""
         before = self.counters()
         started = time.perf_counter()
-        output = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        params = self._params(max_tokens, logprobs)
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - started
         self.drain()
+        counters = self.counters_since(before)
+        return [_generation(output, seconds, counters) for output in outputs]
+
+    def counters_since(self, before: dict[str, int]) -> dict[str, int]:
+        """What :meth:`counters` has grown by since it was ``before``."""
         after = self.counters()
-        completion = output.outputs[0]
-        return Generation(
-            token_ids=list(completion.token_ids),
-            logprobs=[{t: lp.logprob for t, lp in step.items()} for step in completion.logprobs or ()],
-            cached_tokens=int(output.num_cached_tokens or 0),
-            seconds=seconds,
-            counters={k: after[k] - before[k] for k in after},
-        )
+        return {k: after[k] - before[k] for k in after}
+
+    def start(self, prompt: list[int], max_tokens: int) -> str:
+        """Add a request, and give its name; nothing is computed before the first :meth:`step`."""
+        self._started += 1
+        name = f"kvmatrix-{self._started}"
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, self._params(max_tokens, True))
+        return name
+
+    def step(self) -> None:
+        """One step of the engine; the outputs of finished requests are kept for :meth:`finish`."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                self._finished[output.request_id] = output
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def request_state(self, name: str) -> dict[str, Any]:
+        """``id`` (vLLM's own), ``status`` and ``output_tokens`` of an unfinished request; empty when it is none."""
+        for known, facts in dict(self._core_call("kvmatrix_requests")).items():
+            if known == name or known.startswith(f"{name}-"):
+                return {"id": known, **facts}
+        return {}
+
+    def preempt(self, name: str) -> None:
+        """Preempt a running request, as vLLM does when the device is full."""
+        self._core_call("kvmatrix_preempt", self.request_state(name)["id"])
+
+    def step_until(self, reached: Callable[[], bool], what: str, timeout: float = DRAIN_TIMEOUT_S) -> None:
+        """Step until ``reached``.
+
+        Raises:
+            EngineStateError: it was not within ``timeout`` seconds, or the engine runs in a process of its own.
+        """
+        if not hasattr(self.llm.llm_engine.engine_core, "engine_core"):
+            raise EngineStateError("requests can be followed from step to step only where the engine runs in this process")
+        deadline = time.monotonic() + timeout
+        while not reached():
+            if time.monotonic() > deadline:
+                raise EngineStateError(f"{what} was not reached within {timeout:g} s")
+            self.step()
+
+    def finish(self, names: list[str]) -> list[Generation]:
+        """Step until the named requests are done; their answers, without times and counters."""
+        self.step_until(lambda: all(name in self._finished for name in names), "the end of all requests")
+        self.drain()
+        return [_generation(self._finished.pop(name), 0.0, {}) for name in names]
+
+    def control_loads(self, what: str, block: int = -1) -> None:
+        """Hold loads back, release them, or lose a block of the CPU tier at its next load.
+
+        Raises:
+            EngineStateError: the copy backend in use cannot.
+        """
+        if not all(self.llm.collective_rpc("kvmatrix_loads", args=(what, block))):
+            raise EngineStateError(f"this copy backend cannot {what} a load")
 
     def drain(self, timeout: float = DRAIN_TIMEOUT_S) -> None:
         """Step or poll the engine until no store or load is queued or in flight.

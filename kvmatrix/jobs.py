@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def engine_config(job: dict[str, Any], model: str) -> Any:
         vocab_size=job["checkpoint"]["vocab_size"],
         num_gpu_blocks=geometry["num_gpu_blocks"],
         lazy_offload=cell["offload"] == "lazy",
+        disk_path=str(Path(job["cwd"]) / f"kv-{os.getpid()}") if cell["offload"] == "disk" else "",
         cpu_bytes=geometry["cpu_bytes"],
-        max_num_batched_tokens=max(512, geometry["max_model_len"]),
+        max_num_batched_tokens=max(512, geometry["requests"] * geometry["max_model_len"]),
     )
 
 
@@ -52,7 +54,13 @@ def start_engine(job: dict[str, Any], model: str, send: Send) -> tuple[Any, dict
     from kvmatrix.engine import Engine
 
     send({"type": "stage", "stage": "engine start"})
-    engine = Engine(engine_config(job, model))
+    config = engine_config(job, model)
+    if config.disk_path and find_spec("vllm.v1.simple_kv_offload.disk_backend") is None:
+        raise NotImplementedError("the connector of this release has no disk tier")
+    engine = Engine(config)
+    if config.disk_path:
+        for file in Path(config.disk_path).parent.glob(f"{Path(config.disk_path).name}.*"):
+            file.unlink()  # vLLM has it open: a cell that is killed leaves nothing behind
     state, worker = engine.state(), engine.worker_state()
     send(
         {
@@ -69,6 +77,7 @@ def start_engine(job: dict[str, Any], model: str, send: Send) -> tuple[Any, dict
 def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
     """``kind = cell``: transformers' answer to the cell's prompt, then the probes of the cell in one engine."""
     from kvmatrix import checkpoint
+    from kvmatrix.agreement import first_logprobs
     from kvmatrix.probes import ProbeRunner, random_prompt, reference_comparison
 
     geometry = job["geometry"]
@@ -82,6 +91,7 @@ def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
     for observed in runner.run(job["probes"], on_start=lambda name: send({"type": "stage", "stage": name})):
         if observed["probe"] == "cold" and runner.cold is not None:
             observed["reference"] = reference_comparison(runner.cold, *reference)
+            observed["logprobs"] = first_logprobs(runner.cold)
         send({"type": "probe", **observed})
     send({"type": "summary", "filler_requests": runner.fillers, "worker": engine.worker_state()})
     engine.shutdown()

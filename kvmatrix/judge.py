@@ -41,7 +41,7 @@ def resolved(engine: dict[str, Any]) -> dict[str, Any]:
         "block_size": state["block_size"],
         "attention_chunk_size": chunks[0] if len(chunks) == 1 else chunks or None,
         "dtype": state["dtype"],
-        "offload": (state["offload"] or {}).get("mode"),
+        "offload": "disk" if worker.get("disk") else (state["offload"] or {}).get("mode"),
         "compilation_mode": state["compilation_mode"],
         "cudagraph_mode": state["cudagraph_mode"],
         "kv_groups": [g["kind"] for g in state["groups"]],
@@ -66,6 +66,8 @@ def judge_engine(cell: Cell, engine: dict[str, Any]) -> Verdict:
 
 def judge_probe(observed: dict[str, Any], arm: Arm, tolerances: Tolerances, vocab_size: int, cold: Verdict | None) -> Verdict:
     """Status of one LLM probe; ``cold`` is the verdict of the cell's cold probe (None when this is it)."""
+    if observed["probe"] == "corrupted-load":
+        return judge_corrupted(observed, arm, tolerances)
     for problem in _not_established(observed, arm, vocab_size):
         return Verdict("INFRA", problem)
     if cold is not None and cold.status != "PASS":
@@ -75,14 +77,43 @@ def judge_probe(observed: dict[str, Any], arm: Arm, tolerances: Tolerances, voca
     return Verdict("PASS")
 
 
+def judge_corrupted(observed: dict[str, Any], arm: Arm, tolerances: Tolerances) -> Verdict:
+    """Whether the loss of one block of any group is noticed. A cell that would not notice it is INFRA, with all its rows."""
+    if observed["imported"] != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(observed['imported'])}, arm {arm.name} is {_short(arm.expected)}")
+    if not observed["detail"]["damage"]:
+        return Verdict("INFRA", "blind: attention needs no block of any hit of this geometry")
+    for damage in observed["detail"]["damage"]:
+        which = f"block {damage['block']} of group {damage['group']}"
+        if damage["lost"] != 1:
+            return Verdict("INFRA", f"not-established: {which} was to be lost on the way, and {damage['lost']} blocks were")
+        if not _wrong(damage["tokens"], observed["cold_tokens"], damage["max_logprob_error"], tolerances):
+            error = f"{damage['max_logprob_error']:.6g} nats"
+            return Verdict("INFRA", f"blind: the loss of {which} moves logprobs by {error} and changes no token")
+    return Verdict("PASS")
+
+
+def judge_agreement(agreement: dict[str, Any], tolerances: Tolerances) -> Verdict:
+    """Whether a cold answer is the one that every other cell with its model, prompt and dtype gave, whatever backend, mode,
+    block size, arm and pin it has."""
+    if agreement["same_tokens"] and agreement["max_logprob_error"] <= tolerances.max_reference_error:
+        return Verdict("PASS")
+    error = f"{agreement['max_logprob_error']:.6g} nats"
+    return Verdict("FAIL", f"disagreement: the cold answer differs from that of {agreement['with']} by {error}")
+
+
+def _wrong(tokens: list[int], cold: list[int], error: float, tolerances: Tolerances) -> bool:
+    """Whether an answer is not the cold one; an error that is not a number is wrong."""
+    return tokens != cold or not error <= tolerances.max_logprob_error
+
+
 def _not_established(o: dict[str, Any], arm: Arm, vocab_size: int) -> Iterator[str]:
     plan, counters = o["plan"], o["counters"]
     if o["imported"] != arm.expected:
         yield f"wrong-arm: the engine imported {_short(o['imported'])}, arm {arm.name} is {_short(arm.expected)}"
     if o["vocab_compared"] != vocab_size:
         yield f"logprobs: {o['vocab_compared']} of {vocab_size} logprobs were returned"
-    if counters["preemptions"]:
-        yield f"preempted: {counters['preemptions']} preemptions during the probe"
+    yield from _states_missed(o)
     if counters["device_hit_tokens"] != plan["device_tokens"]:
         yield (
             f"not-established: the device served {counters['device_hit_tokens']} tokens,"
@@ -101,6 +132,15 @@ def _not_established(o: dict[str, Any], arm: Arm, vocab_size: int) -> Iterator[s
         yield f"not-established: {counters['external_hit_tokens']} external tokens where none were planned"
 
 
+def _states_missed(o: dict[str, Any]) -> Iterator[str]:
+    meant, preemptions = o["plan"]["preemptions"], o["counters"]["preemptions"]
+    if preemptions != meant:
+        yield f"preempted: {preemptions} preemptions during the probe, {meant} were meant"
+    for state, reached in o["detail"].get("states", {}).items():
+        if not reached:
+            yield f"not-established: it is not so that {state}"
+
+
 def _only_head_gone(cpu_blocks: list[list[bool]], gone: int) -> bool:
     """Whether no group has the first ``gone`` blocks, and the rest is there: all of it in the full-attention group.
 
@@ -112,10 +152,25 @@ def _only_head_gone(cpu_blocks: list[list[bool]], gone: int) -> bool:
 _SOUND = ("pure-cpu-hit", "mixed-aligned")
 _KEPT: dict[Keeps, tuple[str, ...]] = {
     "aligned": _SOUND,
-    "resident": (*_SOUND, "mixed-misaligned"),
-    "all": (*_SOUND, "mixed-misaligned", "mixed-head-gone"),
+    "resident": (*_SOUND, "mixed-misaligned", "abort-loading"),
+    "all": (*_SOUND, "mixed-misaligned", "abort-loading", "mixed-head-gone"),
 }
-"""Per promise of a patch, the probes whose whole external hit it must keep."""
+"""Per promise of a patch, the probes whose whole external hit it must keep; for each request of several, see
+:func:`_faults_of_requests`."""
+
+
+def _faults_of_requests(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator[str]:
+    """What is wrong with the requests of a probe that has several, each against its own cold answer and its own plan."""
+    asked = o["detail"].get("requests", [])
+    for number, answer in enumerate(asked):
+        error = answer["max_logprob_error"]
+        if _wrong(answer["tokens"], answer["cold_tokens"], error, tolerances):
+            which = f"request {number}: tokens {answer['tokens']} for {answer['cold_tokens']}"
+            yield f"wrong-output: {which}, logprob error {error:.6g} nats"
+    for number, (answer, planned) in enumerate(zip(asked, o["plan"]["requests"], strict=False)):
+        external, reuse = answer["cached_tokens"] - planned["device_tokens"], planned["reuse_tokens"]
+        if external != reuse and (planned["aligned"] or keeps != "aligned"):
+            yield f"lost-reuse: request {number} is served {external} of {reuse} external tokens, which can soundly be served"
 
 
 def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator[str]:
@@ -129,8 +184,9 @@ def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator
             f"reference: tokens {o['tokens']} against transformers' {reference['tokens']},"
             f" logprob error {reference['max_logprob_error']:.6g} nats"
         )
-    if o["tokens"] != o["cold_tokens"] or not error <= tolerances.max_logprob_error:
+    if _wrong(o["tokens"], o["cold_tokens"], error, tolerances):
         yield f"wrong-output: tokens {o['tokens']} for {o['cold_tokens']}, logprob error {error:.6g} nats"
+    yield from _faults_of_requests(o, tolerances, keeps)
     external, reuse = counters["external_hit_tokens"], plan["reuse_tokens"]
     if o["probe"] in _KEPT[keeps] and external != reuse:
         yield f"lost-reuse: {external} of {reuse} external tokens, which stock or the patch can soundly serve"
@@ -138,6 +194,8 @@ def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator
         yield f"unsound-load: {counters['loaded_blocks']} blocks loaded, attention needs {plan['needed_loads']}"
     if o["pending_hits"]:
         yield f"leaked-pin: {o['pending_hits']} pending CPU hits are still pinned after the request"
+    if o["used_device_blocks"]:
+        yield f"leaked-block: {o['used_device_blocks']} device blocks are still in use after the request"
 
 
 def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:

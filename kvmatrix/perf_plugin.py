@@ -183,7 +183,7 @@ class PerfPlugin(SuitePlugin):
         """The conformance cells that stand behind ``arm``'s throughput: same backend and mode."""
         selection = self.session.selection.model_copy(
             update={"backends": (self.matrix.perf.backend,), "modes": (self.matrix.perf.mode,), "arms": (arm,)}
-            | {"pins": (self.pin,), "chunks": (), "blocks": (), "dtypes": (), "tiers": (), "level": "quick"}
+            | {"pins": (self.pin,), "chunks": (), "blocks": (), "dtypes": (), "offloads": (), "tiers": (), "level": "quick"}
         )
         return plan_cells(self.matrix, selection, self.arms)
 

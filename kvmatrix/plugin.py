@@ -27,9 +27,10 @@ def general() -> None:
     introspect.attach()
     if not current_platform.is_cpu() or _gpu_present():
         return
-    from kvmatrix.host import copy, ops
+    from kvmatrix.host import copy, disk, ops
 
     copy.patch_worker()
+    disk.patch_worker()
     if triton_cpu.wanted():
         ops.define_missing()
         triton_cpu.honour_backend_request()

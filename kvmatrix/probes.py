@@ -9,13 +9,28 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from kvmatrix import oracle
 from kvmatrix.engine import Engine, Generation
 
-PROBES = ("cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone")
+PROBES = (
+    "cold",
+    "device-hit",
+    "corrupted-load",
+    "pure-cpu-hit",
+    "mixed-aligned",
+    "mixed-misaligned",
+    "follow-up",
+    "mixed-head-gone",
+    "batch",
+    "abort-loading",
+    "preempted-loading",
+)
+SEVERAL = ("batch", "abort-loading", "preempted-loading")
+"""Probes that have several requests under way at once: they need a device pool with room for all of them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,20 @@ class ProbePlan:
     """Blocks over all groups that a sound lookup with nothing lost must load."""
     gone_blocks: int = 0
     """Leading blocks of the prompt that the CPU tier must have lost in every group; the device holds them."""
+    preemptions: int = 0
+    requests: list[RequestPlan] = field(default_factory=list)
+    """Of a probe that asks several at once: each of them. The figures above are their sums then."""
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """One of several requests that are there at once; in tokens."""
+
+    device_tokens: int
+    reuse_tokens: int
+    """External tokens that a lookup with nothing lost would return."""
+    aligned: bool
+    """Whether the device prefix ends on a boundary of every chunk: stock is right then."""
 
 
 def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
@@ -45,30 +74,61 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
         ValueError: the geometry cannot establish the probe.
     """
     reusable = (prompt - 1) // block * block
-    chunk = max(c for c in chunks if c) if any(chunks) else None
     if probe == "cold":
         return ProbePlan(probe, prompt, 0, 0, 0, 0)
     if probe == "device-hit":
-        return ProbePlan(probe, prompt, reusable, reusable, 0, 0)
-    if probe == "pure-cpu-hit":
-        device = 0
-    elif probe == "mixed-aligned":
-        if chunk is None:
-            raise ValueError("a model without chunked layers has no aligned prefix")
-        device = (reusable - 1) // chunk * chunk
-    elif probe in ("mixed-misaligned", "mixed-head-gone"):
-        device = prefix
-    else:
-        raise ValueError(f"unknown probe {probe!r}: known are {', '.join(PROBES)}")
-    if probe.startswith("mixed") and not 0 < device < reusable:
+        return ProbePlan(probe, prompt, reusable, 0, 0, 0)
+    device = _device_prefix(probe, reusable, prefix, [c for c in chunks if c])
+    if probe not in ("pure-cpu-hit", "corrupted-load") and not 0 < device < reusable:
         raise ValueError(f"{probe}: prompt {prompt} leaves no device prefix with a CPU suffix (prefix {device})")
     if device % block:
         raise ValueError(f"{probe}: device prefix {device} is not a multiple of the block size {block}")
-    first = device // block
-    loads = sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= first)
+    if probe == "follow-up":
+        return ProbePlan(probe, prompt, reusable, 0, 0, 0)
+    if probe == "batch":
+        return _batch_plan(prompt, prefix, block, chunks)
+    if probe == "preempted-loading":
+        return _preempted_plan(prompt, prefix, block, chunks)
+    loads = _needed_loads(reusable, device, block, chunks)
     if probe == "mixed-head-gone":
-        return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=first)
+        return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=device // block)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
+
+
+def _device_prefix(probe: str, reusable: int, prefix: int, chunks: list[int]) -> int:
+    """Device prefix of a probe, in tokens; of one that follows a misaligned mixed hit or has several requests, that hit's.
+
+    Raises:
+        ValueError: there is none in this geometry, or no such probe.
+    """
+    if probe in ("pure-cpu-hit", "corrupted-load"):
+        return 0
+    if probe == "mixed-aligned":
+        if not chunks:
+            raise ValueError("a model without chunked layers has no aligned prefix")
+        return (reusable - 1) // max(chunks) * max(chunks)
+    if probe not in PROBES:
+        raise ValueError(f"unknown probe {probe!r}: known are {', '.join(PROBES)}")
+    if chunks and prefix % max(chunks) == 0:
+        raise ValueError(f"{probe}: prefix {prefix} ends on a boundary of chunk {max(chunks)}")
+    return prefix
+
+
+def _needed_loads(reusable: int, device: int, block: int, chunks: list[int | None]) -> int:
+    """Blocks over all groups that a hit of ``reusable`` tokens needs behind a device prefix of ``device`` tokens."""
+    return sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= device // block)
+
+
+def _batch_plan(prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+    """Four prompts at once: with the misaligned device prefix, with none, with an aligned or a longer one, and a cold one."""
+    reusable = (prompt - 1) // block * block
+    period = math.lcm(block, *(c for c in chunks if c))
+    boundary = (reusable - 1) // period * period
+    third = boundary if boundary else min(prefix + block, reusable - block)
+    requests = [RequestPlan(p, reusable - p, p % period == 0) for p in (prefix, 0, third)]
+    loads = sum(_needed_loads(reusable, r.device_tokens, block, chunks) for r in requests)
+    device, reuse = (sum(getattr(r, name) for r in requests) for name in ("device_tokens", "reuse_tokens"))
+    return ProbePlan("batch", prompt, device, reusable, reuse, loads, requests=[*requests, RequestPlan(0, 0, True)])
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
@@ -99,6 +159,21 @@ def reference_comparison(cold: Generation, tokens: list[int], rows: list[list[fl
     return {"tokens": tokens, "max_logprob_error": logprob_error(cold, reference)}
 
 
+def _preempted_plan(prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+    """A misaligned mixed hit, and a pure CPU hit beside it. The first is preempted and loads once more, which vLLM's counters
+    of hit tokens leave out."""
+    reusable = (prompt - 1) // block * block
+    requests = [RequestPlan(prefix, reusable - prefix, False), RequestPlan(0, reusable, True)]
+    loads = 2 * _needed_loads(reusable, prefix, block, chunks) + _needed_loads(reusable, 0, block, chunks)
+    return ProbePlan(
+        "preempted-loading", prompt, prefix, reusable, 2 * reusable - prefix, loads, preemptions=1, requests=requests
+    )
+
+
+Step = Callable[[], tuple[Generation, dict[str, Any]]]
+"""A probe's measured answer, and what else it saw."""
+
+
 class ProbeRunner:
     """Runs probes in one engine, all against one prompt and its cold answer."""
 
@@ -116,60 +191,109 @@ class ProbeRunner:
         """``[group][whole block of the prompt]``: did the CPU tier hold it then."""
 
     def run(self, names: list[str], on_start: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """Observations of ``names`` in order; ``cold`` is always taken first, because the others are compared to it."""
-        steps: dict[str, Callable[[], Generation]] = {
-            "cold": self._cold,
-            "device-hit": self._ask_measured,
-            "pure-cpu-hit": self._pure_cpu_hit,
-            "mixed-aligned": lambda: self._mixed("mixed-aligned"),
-            "mixed-misaligned": lambda: self._mixed("mixed-misaligned"),
-            "mixed-head-gone": lambda: self._mixed("mixed-head-gone"),
-        }
-        ordered = ["cold"] + [n for n in PROBES if n in names and n != "cold"]
-        for name in ordered:
+        """Observations of ``names``. ``cold`` is taken first, because the others are compared to it, and the damaged loads are
+        told first, because a cell that does not notice them says nothing."""
+        kept: list[dict[str, Any]] = []
+        told = "corrupted-load" not in names
+        for name in [n for n in PROBES if n in names or n == "cold"]:
             on_start(name)
-            generation = steps[name]()
-            observed = self._observe(name, generation)
-            if name in names:
-                yield observed
+            observed = self._observe(name, *self._step(name)())
+            if name not in names:
+                continue
+            kept.insert(0 if name == "corrupted-load" else len(kept), observed)
+            told = told or name == "corrupted-load"
+            if told:
+                yield from kept
+                kept = []
+
+    def _step(self, name: str) -> Step:
+        if name in SEVERAL:
+            from kvmatrix.concurrent import ConcurrentProbes
+
+            return partial(ConcurrentProbes(self).run, name)
+        if name == "corrupted-load":
+            return self._corrupted
+        single: dict[str, Callable[[], Generation]] = {
+            "cold": self._cold,
+            "device-hit": self.ask_measured,
+            "pure-cpu-hit": self._pure_cpu_hit,
+            "follow-up": self.ask_measured,
+        }
+        ask = single.get(name, partial(self._mixed, name))
+        return lambda: (ask(), {})
 
     def plan(self, name: str) -> ProbePlan:
         g = self.geometry
         return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks)
 
-    def _ask(self, prompt: list[int] | None = None) -> Generation:
-        return self.engine.generate(prompt or self.prompt, max_tokens=self.geometry["new_tokens"])
+    def ask(self, prompt: list[int]) -> Generation:
+        return self.engine.generate(prompt, max_tokens=self.geometry["new_tokens"])
 
     def _cold(self) -> Generation:
-        self.cold = self._ask()
+        self.cold = self.ask(self.prompt)
         return self.cold
 
-    def _ask_measured(self) -> Generation:
-        """Ask, after noting what the CPU tier holds: afterwards it also holds what a declined lookup recomputed."""
+    def note_residency(self) -> None:
+        """Note what the CPU tier holds: after a request it also holds what a declined lookup recomputed."""
         self.resident = self.engine.cpu_resident_tokens(self.prompt)
         self.cpu_blocks = self.engine.cpu_blocks(self.prompt)
-        return self._ask()
+
+    def ask_measured(self) -> Generation:
+        self.note_residency()
+        return self.ask(self.prompt)
 
     def _pure_cpu_hit(self) -> Generation:
-        self._clear_device()
-        return self._ask_measured()
+        self.clear_device()
+        return self.ask_measured()
 
     def _mixed(self, name: str) -> Generation:
-        self._clear_device()
+        self.clear_device()
         plan = self.plan(name)
-        prefix = self.prompt[: plan.device_tokens]
-        # One more token, unlike the prompt's own, so that exactly the prefix becomes resident.
-        other = 3 + (self.prompt[len(prefix)] - 2) % (self.vocab - 3)
-        self.engine.generate([*prefix, other], max_tokens=self.geometry["new_tokens"], logprobs=False)
+        self.hold_on_device(self.prompt, plan.device_tokens)
         if plan.gone_blocks:
             # What a device prefix in steady use comes to: nobody asks the CPU tier for these blocks, so they age there.
             self.engine.cpu_forget(self.prompt, 0, plan.gone_blocks)
-        return self._ask_measured()
+        return self.ask_measured()
 
-    def _clear_device(self) -> None:
+    def hold_on_device(self, prompt: list[int], tokens: int) -> None:
+        """Make the first ``tokens`` tokens of ``prompt``, whole blocks, and nothing behind them resident on the device."""
+        # One more token, unlike the prompt's own, so that exactly the prefix becomes resident.
+        other = 3 + (prompt[tokens] - 2) % (self.vocab - 3)
+        self.engine.generate([*prompt[:tokens], other], max_tokens=self.geometry["new_tokens"], logprobs=False)
+
+    def _corrupted(self) -> tuple[Generation, dict[str, Any]]:
+        """Pure CPU hits that each lose one block of one group on the way: its first one that attention needs."""
+        assert self.cold is not None
+        plan, block = self.plan("corrupted-load"), self.geometry["block"]
+        damage, answer = [], self.cold
+        for group, chunk in enumerate(self.chunks):
+            needed = oracle.needed_blocks(plan.reuse_tokens, block, chunk)
+            if not needed:
+                continue  # the hit ends on this group's chunk boundary: nothing of it is loaded
+            self.clear_device()
+            lost = self.engine.worker_state()["lost_blocks"]
+            self.engine.control_loads("lose", self.engine.cpu_block_ids(self.prompt)[group][needed[0]])
+            answer = self.ask_measured()
+            damage.append(
+                {
+                    "group": group,
+                    "block": needed[0],
+                    "lost": self.engine.worker_state()["lost_blocks"] - lost,
+                    "tokens": answer.token_ids,
+                    "max_logprob_error": logprob_error(answer, self.cold),
+                }
+            )
+        return answer, {"damage": damage}
+
+    def clear_device(self) -> None:
         """Empty the device tier, then overwrite every one of its blocks: a block that is not loaded must not still
         hold the very KV that it should have been loaded with."""
+        if self.engine.config.lazy_offload:
+            self._fill_device()  # what is only stored when it is about to be evicted must first come to that
         self.engine.reset_device()
+        self._fill_device()
+
+    def _fill_device(self) -> None:
         state = self.engine.state()
         longest = self.engine.config.max_model_len - 2
         blocks = state["num_gpu_blocks"]
@@ -182,7 +306,7 @@ class ProbeRunner:
             filler = random_prompt(length, self.vocab, 1_000_003 * self.geometry["seed"] + self.fillers)
             self.engine.generate(filler, max_tokens=1, logprobs=False)
 
-    def _observe(self, name: str, generation: Generation) -> dict[str, Any]:
+    def _observe(self, name: str, generation: Generation, seen: dict[str, Any]) -> dict[str, Any]:
         assert self.cold is not None
         state = self.engine.state()
         return {
@@ -197,6 +321,8 @@ class ProbeRunner:
             "cpu_resident_tokens": self.resident,
             "cpu_blocks": self.cpu_blocks,
             "pending_hits": state["offload"]["pending_hits"],
+            "used_device_blocks": state["used_device_blocks"],
             "imported": state["imported"],
             "seconds": generation.seconds,
+            "detail": seen,
         }

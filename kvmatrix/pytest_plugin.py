@@ -82,7 +82,8 @@ class ConformancePlugin(SuitePlugin):
 
     def _whole_matrix(self) -> bool:
         s = self.session.selection
-        return s.level != "quick" and not (s.backends or s.modes or s.chunks or s.blocks or s.dtypes or s.tiers or s.arms)
+        narrowed = (s.backends, s.modes, s.chunks, s.blocks, s.dtypes, s.offloads, s.tiers, s.arms)
+        return s.level != "quick" and not any(narrowed)
 
     def result(self) -> ExitCode:
         return exit_code(list(self.rows.values()), len(self.stale))

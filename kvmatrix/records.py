@@ -84,6 +84,9 @@ class ProbeRow(Row):
     """External tokens that a lookup with nothing lost would return."""
     loaded_blocks: int | None = None
     needed_loads: int | None = None
+    detail: dict[str, Any] = {}
+    """What a probe saw besides: ``damage``, what the loss of a block of each group did; ``requests``, what each of several came
+    to; ``states``, what was to be reached on the way; ``agreement``, of a cold answer with those of other cells before it."""
     sweep: dict[str, int | float | str] = {}
     """Sums over the geometries of a sweep (the fields of :class:`kvmatrix.reuse.Totals`), or over the programs of a stateful
     test (:func:`kvmatrix.stateful.run`)."""

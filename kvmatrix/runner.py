@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvmatrix import facts, judge, reuse, tools
+from kvmatrix.agreement import ColdAnswers
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import Matrix
+from kvmatrix.engine import MAX_NUM_SEQS
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
-from kvmatrix.probes import plan
+from kvmatrix.probes import SEVERAL, plan
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
 from kvmatrix.protocol import CHECKS as PROTOCOL
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
@@ -57,6 +59,7 @@ class Context:
     """Why torch.compile cannot work here; None where it can."""
     root: Path
     """The project's root."""
+    cold_answers: ColdAnswers = field(default_factory=ColdAnswers)
     until_failure: frozenset[str] = frozenset()
     """Arms whose cells end at their first failed probe."""
 
@@ -90,6 +93,8 @@ def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
 
 
 def _can_be_established(probe: str, cell: Cell) -> bool:
+    if probe in SEVERAL and not cell.several:
+        return False
     chunks = [cell.chunk if kind == "c" else None for kind in cell.layers]
     try:
         plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, chunks=chunks)
@@ -171,7 +176,8 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         }
     llm = ctx.matrix.llm
     new_tokens = max(llm.new_tokens, cell.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
-    geometry = llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens)
+    requests = MAX_NUM_SEQS if cell.several else 1
+    geometry = llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens, requests)
     checkpoint = {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size}
     if geometry["max_model_len"] > CheckpointSpec.max_position_embeddings:
         checkpoint["max_position_embeddings"] = 2 * geometry["max_model_len"]
@@ -197,16 +203,17 @@ def _lookups(sweep: dict[str, Any]) -> int:
     return sum(variants * tokens * tokens // block for tokens, block in longest)
 
 
-def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: int) -> dict[str, int]:
-    """Engine sizes for a prompt, in tokens and blocks: just room for it, so that little filler overwrites every block."""
+def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: int, requests: int = 1) -> dict[str, int]:
+    """Engine sizes in tokens and blocks: just room for ``requests`` of the prompt, so that little filler overwrites it all."""
     max_model_len = -(-(prompt + new_tokens + 1) // block) * block
     return {
         "prompt": prompt,
         "prefix": prefix,
         "block": block,
         "new_tokens": new_tokens,
+        "requests": requests,
         "max_model_len": max_model_len,
-        "num_gpu_blocks": groups * (max_model_len // block) + 4,
+        "num_gpu_blocks": requests * groups * (max_model_len // block) + 4,
     }
 
 
@@ -314,9 +321,18 @@ class CellRun:
 
     def _probe_row(self, observed: dict[str, Any], outcome: Outcome, attempt: int) -> ProbeRow:
         cold = next((judge.Verdict(r.status, r.reason) for r in outcome.probes if r.probe == "cold"), None)
-        verdict = judge.judge_probe(observed, self.arm, self.ctx.matrix.tolerances, self.ctx.matrix.llm.vocab_size, cold)
+        tolerances = self.ctx.matrix.tolerances[self.cell.dtype]
+        verdict = judge.judge_probe(observed, self.arm, tolerances, self.ctx.matrix.llm.vocab_size, cold)
+        detail = dict(observed["detail"])
+        if observed["probe"] == "cold" and verdict.status == "PASS" and outcome.engine is not None:
+            # Answers that the reference refutes are not among them: they would make all others look wrong.
+            same = (outcome.engine["weights_sha256"], self.cell.prompt, self.cell.dtype)
+            agreement = self.ctx.cold_answers.compare(self.cell.id, same, observed["tokens"], observed["logprobs"])
+            verdict, detail["agreement"] = judge.judge_agreement(agreement, tolerances), agreement
         if outcome.status == "INFRA":
             verdict = judge.Verdict("INFRA", outcome.reason)
+        elif observed["probe"] == "corrupted-load" and verdict.status != "PASS":
+            outcome.status, outcome.reason = "INFRA", verdict.reason  # what such a cell sees as right says nothing
         counters, plan = observed["counters"], observed["plan"]
         return self._row(
             observed["probe"],
@@ -334,6 +350,7 @@ class CellRun:
             loaded_blocks=counters["loaded_blocks"],
             reuse_tokens=plan["reuse_tokens"],
             needed_loads=plan["needed_loads"],
+            detail=detail,
             seconds=observed["seconds"],
         )
 

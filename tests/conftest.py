@@ -128,10 +128,26 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
         "mixed-aligned": (128, 160, 32, 2),
         "mixed-misaligned": (32, 160, 128, 5),
         "mixed-head-gone": (32, 0, 128, 5),
+        "follow-up": (160, 0, 0, 0),
+        "corrupted-load": (0, 160, 160, 6),
+        "abort-loading": (32, 160, 128, 5),
+        "batch": (160, 160, 320, 13),
+        "preempted-loading": (32, 160, 288, 16),
+    }
+    one = {"tokens": [7], "cold_tokens": [7], "max_logprob_error": 1e-6}
+    several = {
+        "batch": [(32, 128, False), (0, 160, True), (128, 32, True), (0, 0, True)],
+        "preempted-loading": [(32, 128, False), (0, 160, True)],
     }
 
     def make(probe: str = "mixed-misaligned", **changes: Any) -> dict[str, Any]:
         device, cpu, reuse, loads = plans[probe]
+        planned = [dict(zip(("device_tokens", "reuse_tokens", "aligned"), r, strict=True)) for r in several.get(probe, ())]
+        seen: dict[str, Any] = {"requests": [one | {"cached_tokens": r["device_tokens"] + r["reuse_tokens"]} for r in planned]}
+        if probe == "corrupted-load":
+            seen = {"damage": [{"group": g, "block": 0, "lost": 1, "tokens": [9], "max_logprob_error": 2.5} for g in (0, 1)]}
+        if probe in ("abort-loading", "preempted-loading"):
+            seen["states"] = {"a load was on its way": True}
         observed: dict[str, Any] = {
             "probe": probe,
             "plan": {
@@ -140,6 +156,8 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
                 "reuse_tokens": reuse,
                 "needed_loads": loads,
                 "gone_blocks": int(probe == "mixed-head-gone"),
+                "preemptions": int(probe == "preempted-loading"),
+                "requests": planned,
             },
             "tokens": [7],
             "cold_tokens": [7],
@@ -150,7 +168,7 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
                 "device_hit_tokens": device,
                 "external_hit_tokens": reuse,
                 "loaded_blocks": loads,
-                "preemptions": 0,
+                "preemptions": int(probe == "preempted-loading"),
             },
             "cpu_resident_tokens": cpu,
             "cpu_blocks": [
@@ -158,8 +176,11 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
                 [probe != "mixed-head-gone", False, True, True, True],
             ],
             "pending_hits": 0,
+            "used_device_blocks": 0,
             "imported": arm.expected,
             "seconds": 0.1,
+            "detail": seen,
+            **({"logprobs": [[-1.0, -2.0]]} if probe == "cold" else {}),
         }
         for name, value in changes.items():
             part, _, inner = name.partition("__")
@@ -197,6 +218,7 @@ def engine_facts() -> Callable[..., dict[str, Any]]:
             | state,
             "worker": {"backends": {"0": "CPU_ATTN", "1": "CPU_ATTN"}, "compiled": 0} | (worker or {}),
             "start_seconds": 1.0,
+            "weights_sha256": "e" * 64,
         }
 
     return make

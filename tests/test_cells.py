@@ -75,7 +75,8 @@ def test_stock_comes_first_within_a_geometry(matrix: Matrix) -> None:
         ({"backends": ("CPU_ATTN",)}, lambda c: c.backend == "CPU_ATTN"),
         ({"backends": ("CPU_ATTN", "TRITON_ATTN")}, lambda c: c.backend in ("CPU_ATTN", "TRITON_ATTN")),
         ({"modes": ("eager",)}, lambda c: c.mode == "eager"),
-        ({"dtypes": ("float32",)}, lambda c: c.tier == "llm"),
+        ({"dtypes": ("float32",)}, lambda c: c.tier == "llm" and c.dtype == "float32"),
+        ({"offloads": ("lazy", "disk")}, lambda c: c.offload in ("lazy", "disk")),
         ({"chunks": (64,)}, lambda c: c.chunk == 64),
         ({"blocks": (32,)}, lambda c: c.block == 32),
         ({"tiers": ("scheduler",)}, lambda c: c.tier == "scheduler"),
@@ -85,7 +86,7 @@ def test_stock_comes_first_within_a_geometry(matrix: Matrix) -> None:
             lambda c: (c.backend, c.mode, c.arm) == ("CPU_ATTN", "eager", "stock"),
         ),
     ],
-    ids=["backend", "backends", "mode", "dtype", "chunk", "block", "tier", "arm", "together"],
+    ids=["backend", "backends", "mode", "dtype", "offload", "chunk", "block", "tier", "arm", "together"],
 )
 def test_a_selection_keeps_its_cells_and_no_other(
     matrix: Matrix, selection: dict[str, Any], keeps: Callable[[Cell], bool]
@@ -104,6 +105,7 @@ def test_a_selection_keeps_its_cells_and_no_other(
         ("backends", "NOPE", "FLEX_ATTENTION"),
         ("modes", "fast", "compiled"),
         ("dtypes", "int4", "float32"),
+        ("offloads", "tape", "lazy"),
         ("chunks", 4096, "128"),
         ("blocks", 8, "16"),
         ("tiers", "gpu", "scheduler"),

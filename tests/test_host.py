@@ -136,6 +136,37 @@ out = [shown(gpu), shown(cpu)[1]]
         [[10, 11, 0, 0, 0, 55], 11],
         {"zero_loads": 3},
     ),
+    "a named block is lost at its next load, and once": Scenario(
+        """
+backend.loads.lose(3)
+done(launch([1], [3], True))
+done(launch([2, 3], [2, 3], False))
+done(launch([3], [4], False))
+out = [shown(gpu), backend.loads.lost_blocks]
+""",
+        [[10, 11, 52, 0, 11, 15], 1],
+    ),
+    "held loads wait, stores do not": Scenario(
+        """
+backend.loads.hold()
+load, store = launch([2], [2], False), launch([1], [0], True)
+done(store)
+out = [load.query(), shown(gpu)[2], shown(cpu)[0]]
+backend.loads.release()
+done(load)
+out += [shown(gpu)[2], launch([4], [4], False) is not None]
+""",
+        [False, 12, 11, 52, True],
+    ),
+    "who waits for a held load has it": Scenario(
+        """
+backend.loads.hold()
+load = launch([2], [2], False)
+load.synchronize()
+out = [shown(gpu)[2], load.query()]
+""",
+        [52, True],
+    ),
     "a plan with an unknown field is refused": Scenario(
         "", "ValueError: KVMATRIX_HOST_COPY: unknown field 'surprise'", {"surprise": 1}
     ),

@@ -10,13 +10,22 @@ import pytest
 from kvmatrix.arms import Arm, Keeps
 from kvmatrix.cells import Cell
 from kvmatrix.config import Tolerances
-from kvmatrix.judge import Verdict, judge_case, judge_engine, judge_probe, judge_protocol, judge_stateful, judge_sweep
+from kvmatrix.judge import (
+    Verdict,
+    judge_agreement,
+    judge_case,
+    judge_engine,
+    judge_probe,
+    judge_protocol,
+    judge_stateful,
+    judge_sweep,
+)
+from kvmatrix.probes import PROBES
 
 TOLERANCES = Tolerances(max_logprob_error=0.005, max_reference_error=0.005)
 PASSED = Verdict("PASS")
 NAN = float("nan")
 Observe = Callable[..., dict[str, Any]]
-PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
 
 
 @pytest.fixture
@@ -47,6 +56,8 @@ NOT_ESTABLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "not-established: the first 1 blocks alone": ("mixed-head-gone", {"cpu_blocks": [[True] * 5, [False] * 5]}),
     "not-established: the first 1 blocks": ("mixed-head-gone", {"cpu_blocks": [[False] * 5, [False] * 5]}),
     "not-established: 32 external": ("device-hit", {"counters__external_hit_tokens": 32, "cached_tokens": 192}),
+    "not-established: it is not so": ("preempted-loading", {"detail__states": {"a load was on its way": False}}),
+    "preempted: 0": ("preempted-loading", {"counters__preemptions": 0}),
     "no-reference": ("mixed-misaligned", {"cold": Verdict("FAIL", "reference: …")}),
 }
 
@@ -99,6 +110,8 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
     ("unsound-load", "mixed-misaligned", {"counters__loaded_blocks": 4}),
     ("unsound-load", "pure-cpu-hit", {"counters__loaded_blocks": 5}),
     ("leaked-pin", "mixed-misaligned", {"pending_hits": 1}),
+    ("leaked-block", "abort-loading", {"used_device_blocks": 2}),
+    ("wrong-output", "follow-up", {"max_logprob_error": 9.0}),
 ]
 
 
@@ -112,6 +125,81 @@ def test_a_fault(judged: Callable[..., Verdict], reason: str, probe: str, change
 def test_errors_at_the_tolerance_pass(judged: Callable[..., Verdict]) -> None:
     assert judged(max_logprob_error=0.005) == PASSED
     assert judged("cold", reference=REFERENCE | {"max_logprob_error": 0.005}) == PASSED
+
+
+# --- several requests, and damage on purpose --------------------------------------------------------------------------
+
+
+def requests(observe: Observe, probe: str, number: int, **changes: Any) -> dict[str, Any]:
+    """The ``detail`` of a probe whose request ``number`` is changed."""
+    detail: dict[str, Any] = observe(probe)["detail"]
+    return detail | {"requests": [r | (changes if i == number else {}) for i, r in enumerate(detail["requests"])]}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_one_wrong_answer_of_a_batch(judged: Callable[..., Verdict], observe: Observe, number: int) -> None:
+    for change in ({"tokens": [8]}, {"max_logprob_error": 1.0}, {"max_logprob_error": NAN}):
+        verdict = judged("batch", detail=requests(observe, "batch", number, **change))
+        assert verdict.status == "FAIL"
+        assert verdict.reason.startswith(f"wrong-output: request {number}: ")
+
+
+def test_a_batch_keeps_what_each_request_was_promised(judged: Callable[..., Verdict], observe: Observe, arm: Arm) -> None:
+    declined = requests(observe, "batch", 0, cached_tokens=32)
+    fewer = {"cached_tokens": 352, "counters__external_hit_tokens": 192, "counters__loaded_blocks": 8}
+    assert judged("batch", detail=declined, **fewer) == PASSED  # misaligned, and nothing was promised
+    promising = arm.model_copy(update={"keeps": "resident"})
+    told = judge_probe(observe("batch", detail=declined, **fewer), promising, TOLERANCES, 512, PASSED)
+    assert (told.status, told.reason) == (
+        "FAIL",
+        "lost-reuse: request 0 is served 0 of 128 external tokens, which can soundly be served",
+    )
+    aligned = judged("batch", detail=requests(observe, "batch", 2, cached_tokens=128), **fewer)
+    assert aligned.reason.startswith("lost-reuse: request 2 is served 0 of 32")
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_cell_that_would_not_notice_a_lost_block(judged: Callable[..., Verdict], observe: Observe, group: int) -> None:
+    def damaged(**changes: Any) -> Verdict:
+        damage = [d | (changes if d["group"] == group else {}) for d in observe("corrupted-load")["detail"]["damage"]]
+        return judged("corrupted-load", detail={"damage": damage})
+
+    assert damaged() == PASSED
+    assert damaged(tokens=[7]) == PASSED  # the logprobs show it
+    blind = damaged(tokens=[7], max_logprob_error=0.004)
+    assert (blind.status, blind.reason) == (
+        "INFRA",
+        f"blind: the loss of block 0 of group {group} moves logprobs by 0.004 nats and changes no token",
+    )
+    assert damaged(lost=0).reason.startswith("not-established: block 0 of group")
+
+
+def test_a_cell_in_which_nothing_can_be_lost(judged: Callable[..., Verdict]) -> None:
+    verdict = judged("corrupted-load", detail={"damage": []})
+    assert (verdict.status, verdict.reason.partition(":")[0]) == ("INFRA", "blind")
+
+
+def test_the_damage_is_done_to_the_arms_own_files(judged: Callable[..., Verdict]) -> None:
+    assert judged("corrupted-load", imported={}).reason.startswith("wrong-arm: ")
+
+
+AGREED = {"cells": 3, "same_tokens": True, "max_logprob_error": 0.004, "with": "other-cell"}
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({}, "PASS"),
+        ({"cells": 0, "max_logprob_error": 0.0, "with": ""}, "PASS"),
+        ({"max_logprob_error": 0.006}, "FAIL"),
+        ({"max_logprob_error": NAN}, "FAIL"),
+        ({"same_tokens": False}, "FAIL"),
+    ],
+)
+def test_cold_answers_of_different_cells(change: dict[str, Any], status: str) -> None:
+    verdict = judge_agreement(AGREED | change, TOLERANCES)
+    assert verdict.status == status
+    assert status == "PASS" or "other-cell" in verdict.reason
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

@@ -21,11 +21,18 @@ def generation(*steps: dict[int, float], tokens: list[int] | None = None) -> Gen
     ("probe", "device", "cpu", "reuse", "loads"),
     [
         ("cold", 0, 0, 0, 0),
-        ("device-hit", 160, 160, 0, 0),
+        ("device-hit", 160, 0, 0, 0),
         ("pure-cpu-hit", 0, 160, 160, 1 + 5),
         ("mixed-aligned", 128, 160, 32, 1 + 1),
         ("mixed-misaligned", 32, 160, 128, 1 + 4),
         ("mixed-head-gone", 32, 0, 128, 1 + 4),
+        ("corrupted-load", 0, 160, 160, 1 + 5),
+        ("follow-up", 160, 0, 0, 0),
+        ("abort-loading", 32, 160, 128, 1 + 4),
+        # A misaligned prefix, none, an aligned one, and nothing at all.
+        ("batch", 32 + 0 + 128, 160, 128 + 160 + 32, 5 + 6 + 2),
+        # The misaligned hit twice, because its request is preempted, and another request's pure CPU hit.
+        ("preempted-loading", 32, 160, 128 + 160, 5 + 5 + 6),
     ],
 )
 def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> None:
@@ -44,11 +51,30 @@ def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> Non
         ("mixed-head-gone", {"prompt": 33}),
         ("mixed-aligned", {"prompt": 129}),
         ("mixed-aligned", {"chunks": [None]}),
+        ("mixed-misaligned", {"prefix": 128}),
+        ("follow-up", {"prefix": 128}),
+        ("batch", {"prefix": 160}),
+        ("preempted-loading", {"prefix": 128}),
     ],
 )
 def test_a_geometry_that_cannot_establish_its_probe(probe: str, change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         plan(probe, **{"prompt": 161, "prefix": 32, "block": 32, "chunks": CHUNKS} | change)  # type: ignore[arg-type]
+
+
+def test_the_requests_of_a_batch() -> None:
+    asked = plan("batch", prompt=161, prefix=32, block=32, chunks=CHUNKS).requests
+    assert [(r.device_tokens, r.reuse_tokens, r.aligned) for r in asked] == [
+        (32, 128, False),
+        (0, 160, True),
+        (128, 32, True),
+        (0, 0, True),
+    ]
+    # Without a boundary before the end of the hit, the third has a longer misaligned prefix; without chunks all are aligned.
+    short = plan("batch", prompt=129, prefix=32, block=32, chunks=CHUNKS).requests
+    assert [(r.device_tokens, r.aligned) for r in short] == [(32, False), (0, True), (64, False), (0, True)]
+    full = plan("batch", prompt=161, prefix=32, block=32, chunks=[None]).requests
+    assert [(r.device_tokens, r.aligned) for r in full] == [(32, True), (0, True), (128, True), (0, True)]
 
 
 def test_prompts_are_repeatable_and_have_no_special_tokens() -> None:

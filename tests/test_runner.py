@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmatrix import runner
+from kvmatrix import probes, runner
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.config import Project
@@ -19,7 +19,8 @@ from kvmatrix.processes import JobTimeout
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, RunRow, last_attempts, read_rows
 from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells
 
-PROBES = ["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "mixed-head-gone"]
+EXPECTED_RED = ["mixed-misaligned", "follow-up", "mixed-head-gone"]
+PROBES = [p for p in probes.PROBES if p not in probes.SEVERAL]
 MODULE = "vllm.v1.simple_kv_offload.manager"
 STOCK = Arm(name="stock", pin="0.32.0", manifest=Path("stock.json"), patch_sha256=None, expected={MODULE: "b" * 64})
 FIX = Arm(name="fix", pin="0.32.0", manifest=Path("fix.json"), patch_sha256="a" * 64, expected={MODULE: "c" * 64})
@@ -150,8 +151,8 @@ def statuses(rows: Sequence[ProbeRow]) -> dict[str, str]:
 
 def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     fault = {"tokens": [9], "max_logprob_error": 20.0}
-    rows, ctx = run(([*went_well(mixed_misaligned=fault, mixed_head_gone=fault), DONE], 0))
-    assert statuses(rows) == dict.fromkeys(PROBES, "PASS") | {"mixed-misaligned": "FAIL", "mixed-head-gone": "FAIL"}
+    rows, ctx = run(([*went_well(mixed_misaligned=fault, follow_up=fault, mixed_head_gone=fault), DONE], 0))
+    assert statuses(rows) == dict.fromkeys(PROBES, "PASS") | dict.fromkeys(EXPECTED_RED, "FAIL")
     assert not any(map(is_problem, rows))
     last = rows[-1]
     assert last.expected == "FAIL"
@@ -166,7 +167,7 @@ def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., 
 
 def test_an_unexpected_pass_is_a_problem(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     rows, _ = run(([*went_well(), DONE], 0))
-    assert [r.probe for r in rows if is_problem(r)] == ["mixed-misaligned", "mixed-head-gone"]
+    assert [r.probe for r in rows if is_problem(r)] == EXPECTED_RED
     assert rows[-1].status == "PASS"
 
 
@@ -178,7 +179,31 @@ def test_another_failure_than_the_expected_one(run: Callable[..., Any], went_wel
 def test_a_bad_cold_answer_makes_the_others_void(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     wrong = {"reference": {"tokens": [8], "max_logprob_error": 3.0}}
     rows, _ = run(([*went_well(cold=wrong), DONE], 0))
-    assert statuses(rows) == {"cold": "FAIL"} | dict.fromkeys(PROBES[1:], "INFRA")
+    told_first = {"cold": "FAIL", "corrupted-load": "PASS"}
+    assert statuses(rows) == dict.fromkeys(PROBES, "INFRA") | told_first
+
+
+def test_a_cell_that_would_not_notice_a_lost_block(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
+    """It comes first, and what looks right after it says nothing."""
+    damage = [{"group": 1, "block": 0, "lost": 1, "tokens": [7], "max_logprob_error": 0.001}]
+    messages = went_well(
+        ["corrupted-load", *(p for p in PROBES if p != "corrupted-load")], corrupted_load={"detail": {"damage": damage}}
+    )
+    rows, _ = run(([*messages, DONE], 0))
+    assert set(statuses(rows).values()) == {"INFRA"}
+    assert all(r.reason.startswith("blind: the loss of block 0 of group 1") for r in rows)
+    assert all(map(is_problem, rows))
+
+
+def test_cold_answers_are_held_against_those_of_other_cells(
+    make_context: Callable[..., Context], make_cell: Callable[..., Cell], went_well: Callable[..., list[Message]]
+) -> None:
+    answers = {"A": -1.0, "B": -1.004, "C": -1.1}
+    ctx = make_context(*(([*went_well(["cold"], cold={"logprobs": [[x, -2.0]]}), DONE], 0) for x in answers.values()))
+    rows = [CellRun(make_cell(prefix=p), ctx, lambda _: None).run()[0] for p in (32, 64, 96)]
+    assert [r.status for r in rows] == ["PASS", "PASS", "FAIL"]
+    assert [r.detail["agreement"]["cells"] for r in rows] == [0, 1, 2]
+    assert rows[2].reason == f"disagreement: the cold answer differs from that of {make_cell(prefix=32).id} by 0.1 nats"
 
 
 def test_another_arms_files(
@@ -430,7 +455,7 @@ def test_what_a_child_is_sent(make_context: Callable[..., Context], make_cell: C
     ctx = make_context()
     job = cell_job(make_cell(arm="fix"), ctx)
     assert job["env"]["KVMATRIX_OVERLAY"] == "fix.json"
-    assert job["probes"] == list(ctx.matrix.llm.probes)
+    assert job["probes"] == PROBES
     geometry = job["geometry"]
     assert geometry["max_model_len"] % geometry["block"] == 0
     assert geometry["max_model_len"] > geometry["prompt"] + geometry["new_tokens"]
@@ -497,7 +522,8 @@ def test_ctrl_c_ends_the_children_and_keeps_the_rows(
 
 
 def test_a_cell_is_asked_only_what_its_geometry_can_establish(make_cell: Callable[..., Cell], project: Project) -> None:
-    every = list(project.matrix.llm.probes)
+    assert runner.probe_names(make_cell(several=True), project.matrix) == list(project.matrix.llm.probes)
+    every = [p for p in project.matrix.llm.probes if p not in probes.SEVERAL]
     assert runner.probe_names(make_cell(), project.matrix) == every
     short, control = make_cell(prompt=129), make_cell(layers="ff")
     assert runner.probe_names(short, project.matrix) == [p for p in every if p != "mixed-aligned"]

@@ -2,7 +2,8 @@
 
 The contract is the one of vLLM's DMA backend: ``launch_copy`` returns at once, copies run on another thread in the order
 they were launched, an event is appended to the worker's list once its copy was issued, and completion is seen only by
-polling that event. :class:`CopyPlan` can make copies late or reverse them, to show that nothing assumes otherwise.
+polling that event. :class:`CopyPlan` can make copies late or reverse them, to show that nothing assumes otherwise, and
+:class:`LoadControl` holds loads back or loses a block of them while an engine runs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,51 @@ class CopyPlan:
         if unknown:
             raise ValueError(f"{PLAN_ENV_VAR}: unknown field {sorted(unknown)[0]!r}")
         return cls(**raw)
+
+
+class LoadControl:
+    """What is done to loads on purpose while an engine runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+        self._open.set()
+        self._losing: set[int] = set()
+        self.lost_blocks = 0
+        """Loaded blocks that arrived as zeros because of :meth:`lose`."""
+
+    @property
+    def held(self) -> bool:
+        return not self._open.is_set()
+
+    def hold(self) -> None:
+        """Let no load that is not waited for arrive, until :meth:`release`."""
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def wait(self) -> None:
+        """Return when loads are not held.
+
+        Raises:
+            RuntimeError: they are for longer than a minute.
+        """
+        if not self._open.wait(timeout=60):
+            raise RuntimeError("loads were held for longer than 60 s")
+
+    def lose(self, source: int) -> None:
+        """Let the next load of block ``source`` of the CPU tier arrive as zeros."""
+        with self._lock:
+            self._losing.add(source)
+
+    def lost(self, sources: Sequence[int]) -> list[int]:
+        """Positions in ``sources``, the blocks of a load, of those that are to arrive as zeros; each is lost once."""
+        with self._lock:
+            positions = [i for i, source in enumerate(sources) if source in self._losing]
+            self._losing -= set(sources)
+            self.lost_blocks += len(positions)
+        return positions
 
 
 class HostEvent:
@@ -101,6 +147,8 @@ class _Copy:
     def __init__(self, backend: HostCopyBackend, src: Sequence[int], dst: Sequence[int], is_store: bool) -> None:
         self._backend = backend
         self.src, self.dst, self.is_store = list(src), list(dst), is_store
+        self.held = False
+        """Its bytes move when it is polled or waited for, not on the copy thread."""
         self.moved = threading.Event()
         self.error: Exception | None = None
         self._holds = backend.plan.hold_polls
@@ -108,7 +156,7 @@ class _Copy:
 
     def poll(self) -> bool:
         if not self.moved.is_set():
-            if self._backend.plan.hold_polls == 0:
+            if not self.held or (not self.is_store and self._backend.loads.held):
                 return False
             self._holds -= 1
             if self._holds > 0:
@@ -122,7 +170,7 @@ class _Copy:
         return True
 
     def finish(self) -> None:
-        if self._backend.plan.hold_polls:
+        if self.held:
             self._backend.run_held(self)
         if not self.moved.wait(timeout=60):
             raise RuntimeError("host copy did not finish within 60 s")
@@ -138,6 +186,7 @@ class HostCopyBackend:
 
     def __init__(self) -> None:
         self.plan = CopyPlan.from_env()
+        self.loads = LoadControl()
         self._lock = threading.Lock()
         self._held: list[_Copy] = []
         self._queue: queue.SimpleQueue[tuple[_Copy, int, list[Any], Any] | None] = queue.SimpleQueue()
@@ -180,8 +229,9 @@ class HostCopyBackend:
             copy, event_idx, events_list, wait_event = item
             if wait_event is not None:
                 wait_event.synchronize()
-            if self.plan.hold_polls:
+            if self.plan.hold_polls or (not copy.is_store and self.loads.held):
                 with self._lock:
+                    copy.held = True
                     self._held.append(copy)
             else:
                 try:
@@ -208,14 +258,19 @@ class HostCopyBackend:
         gpu, cpu = self._caches
         src, dst = (gpu, cpu) if copy.is_store else (cpu, gpu)
         src_ids, dst_ids = torch.tensor(copy.src), torch.tensor(copy.dst)
-        zeroed = 0 if copy.is_store else min(self._zero_left, len(copy.dst))
-        self._zero_left -= zeroed
+        lost = [] if copy.is_store else self._lost_of(copy)
         for layer, cache in src.items():
             dst[layer][dst_ids] = cache[src_ids]
-            if zeroed:
-                dst[layer][dst_ids[:zeroed]] = 0
+            if lost:
+                dst[layer][dst_ids[lost]] = 0
         self.copied_blocks["store" if copy.is_store else "load"] += len(copy.src)
         copy.moved.set()
+
+    def _lost_of(self, copy: _Copy) -> list[int]:
+        """Positions in a load of the blocks that arrive as zeros."""
+        zeroed = min(self._zero_left, len(copy.dst))
+        self._zero_left -= zeroed
+        return sorted({*range(zeroed), *self.loads.lost(copy.src)})
 
 
 class _HostCuda(types.SimpleNamespace):
