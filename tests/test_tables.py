@@ -201,6 +201,37 @@ def test_all_probes(qualified: list[ProbeRow]) -> None:
     assert any("4 / 5" in r for r in body)
 
 
+def test_probes_are_counted_by_arm_and_class(qualified: list[ProbeRow], make_row: MakeRow) -> None:
+    crossing = {"prompt": 257}
+    more = [make_row(p, cell=crossing | arm) for p in ("mixed-misaligned", "cold") for arm in ({}, FIX)]
+    text = tables.probe_counts([*qualified, *more, make_row(cell={"tier": "scheduler"})])
+    assert cells(text) == [
+        ["cold", "any", "2 PASS", "2 PASS"],
+        ["device-hit", "any", "1 PASS", "1 PASS"],
+        ["pure-cpu-hit", "any", "1 PASS", "1 PASS"],
+        ["mixed-aligned", "any", "1 PASS", "1 PASS"],
+        ["mixed-misaligned", "corrupt", "1 FAIL (expected)", "1 PASS"],
+        ["mixed-misaligned", "safe-crossing", "1 PASS", "1 PASS"],
+    ]
+
+
+def test_proofs_are_of_the_rows(make_row: MakeRow) -> None:
+    def damaged(*errors: float, status: str = "PASS") -> ProbeRow:
+        return make_row("corrupted-load", status, detail={"damage": [{"max_logprob_error": e} for e in errors]})
+
+    def agreed(others: int, error: float, dtype: str = "float32") -> ProbeRow:
+        return make_row(cell={"dtype": dtype}, detail={"agreement": {"cells": others, "max_logprob_error": error}})
+
+    rows = [damaged(4.0, 2.5), damaged(3.0), agreed(0, 0.0), agreed(1, 2e-5), agreed(2, 1e-5), agreed(1, 0.25, "bfloat16")]
+    assert tables.proofs(rows) == [
+        "Every cell lost one block of each KV group on purpose, 3 in all: each loss was noticed,"
+        f" the least of them by 2.500 nats ({rows[0].id}).",
+        "Cold answers to one prompt of one model, bfloat16: 1 pairs of cells compared, largest difference 0.250 nats.",
+        "Cold answers to one prompt of one model, float32: 3 pairs of cells compared, largest difference 2.0e-05 nats.",
+    ]
+    assert tables.proofs([make_row(), damaged(0.001, status="INFRA")]) == []
+
+
 def test_lookups_beside_each_other(make_row: MakeRow) -> None:
     scheduler = {"tier": "scheduler", "chunk": 64, "block": 16}
     name = "prefix16-tail-present"

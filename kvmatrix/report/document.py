@@ -95,6 +95,8 @@ def conformance_summary(rows: Sequence[ProbeRow], notes: Sequence[str] = ()) -> 
         parts.append(f"{REUSE}\n\n{tables.reuse(rows)}")
     if any(r.probe == "mixed-head-gone" for r in rows):
         parts.append(f"{HEAD_GONE}\n\n{tables.qualification(rows, 'mixed-head-gone')}")
+    if any(r.cell["tier"] == "llm" for r in rows):
+        parts += [tables.probe_counts(rows), *tables.proofs(rows)]
     if any(r.probe == "mixed-misaligned" for r in rows):
         parts.append(f"{MISALIGNED}\n\n{tables.qualification(rows)}")
     return "\n\n".join(parts)
@@ -125,6 +127,7 @@ def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
     parts += [MISALIGNED, tables.qualification(rows)]
     if any(r.probe == "mixed-head-gone" for r in rows):
         parts += [HEAD_GONE, tables.qualification(rows, "mixed-head-gone")]
+    parts += ["## Every probe, by class of hit", tables.probe_counts(rows), *tables.proofs(rows)]
     if left_out := tables.left_out(rows):
         parts += ["## Not run, or not as expected", left_out]
     parts += ["## Lookup, real scheduler, no model", tables.lookups(rows)]

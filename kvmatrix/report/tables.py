@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ from tabulate import tabulate
 
 from kvmatrix.cells import Cell
 from kvmatrix.expectations import is_problem
+from kvmatrix.probes import PROBES
 from kvmatrix.records import PerfRow, ProbeRow
 from kvmatrix.stats import paired_ratio
 
 STOCK = "stock"
+CLASSLESS = ("cold", "device-hit", "corrupted-load", "pure-cpu-hit", "mixed-aligned")
+"""Probes that have no misaligned device prefix."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -75,6 +79,8 @@ def qualification(rows: Sequence[ProbeRow], probe: str = "mixed-misaligned") -> 
             f"{r.cell['prompt']} / {r.cell['prefix']}",
             Cell.model_validate(r.cell).hit_class,
             r.cell["layers"],
+            r.cell["dtype"],
+            r.cell["offload"],
             r.cell["arm"],
             _tokens(r),
             _cached(r),
@@ -84,9 +90,51 @@ def qualification(rows: Sequence[ProbeRow], probe: str = "mixed-misaligned") -> 
         ]
         for r in sorted(shown, key=_cell_order)
     ]
-    headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "class", "layers", "arm", "token: cold → mixed"]
-    headers += ["cached (device + CPU)", "CPU, ideal", "max logprob error", "status"]
-    return _without_constant(headers, body, ("vLLM", "layers"))
+    headers = ["vLLM", "backend", "mode", "block", "chunk", "prompt / prefix", "class", "layers", "dtype", "offload", "arm"]
+    headers += ["token: cold → mixed", "cached (device + CPU)", "CPU, ideal", "max logprob error", "status"]
+    return _without_constant(headers, body, ("vLLM", "layers", "dtype", "offload"))
+
+
+def probe_counts(rows: Sequence[ProbeRow]) -> str:
+    """How each arm's cells fared in each probe of the LLM tier, by class of hit where that decides what stock answers."""
+    counts: dict[tuple[str, str], dict[str, Counter[str]]] = {}
+    llm = [r for r in rows if r.cell["tier"] == "llm"]
+    for row in sorted(llm, key=lambda r: PROBES.index(r.probe) if r.probe in PROBES else len(PROBES)):
+        hit_class = Cell.model_validate(row.cell).hit_class if row.probe not in CLASSLESS else "any"
+        by_arm = counts.setdefault((row.probe, hit_class), {})
+        by_arm.setdefault(row.cell["arm"], Counter())[status_text(row)] += 1
+    arms = list(dict.fromkeys(r.cell["arm"] for r in sorted(llm, key=_cell_order)))
+    body = [
+        [
+            probe,
+            hit_class,
+            *(", ".join(f"{n} {status}" for status, n in by_arm[a].items()) if a in by_arm else "" for a in arms),
+        ]
+        for (probe, hit_class), by_arm in counts.items()
+    ]
+    return table(["probe", "class of the misaligned hit", *arms], body)
+
+
+def proofs(rows: Sequence[ProbeRow]) -> list[str]:
+    """Sentences on what the LLM cells would have noticed, and on how far their cold answers agree."""
+    told = []
+    damage = [(d["max_logprob_error"], r) for r in rows for d in r.detail.get("damage", ()) if r.status == "PASS"]
+    if damage:
+        least, row = min(damage, key=lambda d: d[0])
+        told.append(
+            f"Every cell lost one block of each KV group on purpose, {len(damage)} in all: each loss was noticed,"
+            f" the least of them by {number(least)} nats ({row.id})."
+        )
+    compared = [(r.detail["agreement"], r) for r in rows if r.detail.get("agreement", {}).get("cells")]
+    for dtype in sorted({r.cell["dtype"] for _, r in compared}):
+        of_dtype = [a for a, r in compared if r.cell["dtype"] == dtype]
+        worst = max(a["max_logprob_error"] for a in of_dtype)
+        pairs = sum(a["cells"] for a in of_dtype)
+        told.append(
+            f"Cold answers to one prompt of one model, {dtype}: {pairs} pairs of cells compared,"
+            f" largest difference {number(worst)} nats."
+        )
+    return told
 
 
 def _without_single_pin(headers: list[str], body: list[list[Any]]) -> str:
