@@ -204,7 +204,7 @@ def test_several_requests_at_once(several: Rows, bench: Bench) -> None:
 
 
 def test_nothing_is_left_of_a_disk_tier(several: Rows, bench: Bench) -> None:
-    assert not [path for path in bench.home.rglob("*.rank_*")]
+    assert not list(bench.home.rglob("*.rank_*"))
 
 
 # --- copies that misbehave --------------------------------------------------------------------------------------------
