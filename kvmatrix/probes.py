@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,10 +36,19 @@ class ProbePlan:
     """Leading blocks of the prompt that the CPU tier must have lost in every group; the device holds them."""
 
 
-def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+def plan(
+    probe: str,
+    *,
+    prompt: int,
+    prefix: int,
+    block: int,
+    chunks: Sequence[int | None],
+    windows: Sequence[int | None] | None = None,
+) -> ProbePlan:
     """The plan of ``probe`` for a prompt of ``prompt`` tokens.
 
-    ``prefix`` is the misaligned device prefix; ``chunks`` has each KV group's chunk (None: full attention).
+    ``prefix`` is the misaligned device prefix; ``chunks`` has each KV group's chunk (None: it has none), ``windows`` each
+    group's sliding window (None: it has none, or no group has).
 
     Raises:
         ValueError: the geometry cannot establish the probe.
@@ -65,7 +74,8 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
     if device % block:
         raise ValueError(f"{probe}: device prefix {device} is not a multiple of the block size {block}")
     first = device // block
-    loads = sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= first)
+    sizes = zip(chunks, windows or [None] * len(chunks), strict=True)
+    loads = sum(1 for c, w in sizes for i in oracle.needed_blocks(reusable, block, c, w) if i >= first)
     if probe == "mixed-head-gone":
         return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=first)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
@@ -102,10 +112,12 @@ def reference_comparison(cold: Generation, tokens: list[int], rows: list[list[fl
 class ProbeRunner:
     """Runs probes in one engine, all against one prompt and its cold answer."""
 
-    def __init__(self, engine: Engine, geometry: dict[str, Any], chunks: list[int | None]) -> None:
+    def __init__(self, engine: Engine, geometry: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+        """``groups``: the facts of each KV group, of :func:`kvmatrix.introspect.core_state`."""
         self.engine = engine
         self.geometry = geometry
-        self.chunks = chunks
+        self.chunks = [g["attention_chunk_size"] for g in groups]
+        self.windows = [g["sliding_window"] for g in groups]
         self.vocab = engine.config.vocab_size
         self.prompt = random_prompt(geometry["prompt"], self.vocab, geometry["seed"])
         self.cold: Generation | None = None
@@ -135,7 +147,9 @@ class ProbeRunner:
 
     def plan(self, name: str) -> ProbePlan:
         g = self.geometry
-        return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks)
+        return plan(
+            name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks, windows=self.windows
+        )
 
     def _ask(self, prompt: list[int] | None = None) -> Generation:
         return self.engine.generate(prompt or self.prompt, max_tokens=self.geometry["new_tokens"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvmatrix import facts, judge, reuse, tools
+from kvmatrix import layers as letters
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
@@ -90,7 +91,7 @@ def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
 
 
 def _can_be_established(probe: str, cell: Cell) -> bool:
-    chunks = [cell.chunk if kind == "c" else None for kind in cell.layers]
+    chunks = [letters.chunk_of(letter, cell.chunk) for letter in cell.layers]
     try:
         plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, chunks=chunks)
     except ValueError:
@@ -310,11 +311,13 @@ class CellRun:
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
-            outcome.status, outcome.reason = classify_error(message, started=outcome.engine is not None)
+            declared = self.ctx.expectations.refusal(self.cell)
+            outcome.status, outcome.reason = classify_error(message, outcome.engine is not None, declared)
 
     def _probe_row(self, observed: dict[str, Any], outcome: Outcome, attempt: int) -> ProbeRow:
         cold = next((judge.Verdict(r.status, r.reason) for r in outcome.probes if r.probe == "cold"), None)
-        verdict = judge.judge_probe(observed, self.arm, self.ctx.matrix.tolerances, self.ctx.matrix.llm.vocab_size, cold)
+        matrix, control = self.ctx.matrix, self.cell.hit_class == "control"
+        verdict = judge.judge_probe(observed, self.arm, matrix.tolerances, matrix.llm.vocab_size, cold, control)
         if outcome.status == "INFRA":
             verdict = judge.Verdict("INFRA", outcome.reason)
         counters, plan = observed["counters"], observed["plan"]
@@ -445,13 +448,18 @@ _REFUSALS = re.compile(
 )
 
 
-def classify_error(message: dict[str, Any], started: bool = False) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
+def classify_error(
+    message: dict[str, Any], started: bool = False, declared: str | None = None
+) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
     """A child's exception as a status: what vLLM refuses to start is UNSUPPORTED, with vLLM's own reason.
 
-    Once the engine has ``started``, the same words are a crash.
+    Once the engine has ``started``, the same words are a crash. ``declared`` is the regular expression of a refusal that the
+    expectations name: a bare assertion of vLLM's, or one that comes with the first request, is known as a refusal by it alone.
     """
     text = f"{message['error']}: {message['message']}"
     chain = [text, *message["causes"]]
+    if declared and (named := next((c for c in chain if re.search(declared, c)), None)):
+        return "UNSUPPORTED", f"refused: {named[:400]}"
     refused = next((c for c in chain if _REFUSALS.search(c)), None)
     if message["error"] in ("EngineStateError", "OverlayError"):
         return "INFRA", f"{'not-established' if message['error'] == 'EngineStateError' else 'wrong-arm'}: {text}"

@@ -245,7 +245,7 @@ def main() -> None:
         )
     )
     state = engine.state()
-    probes = ProbeRunner(engine, geometry, [g["attention_chunk_size"] for g in state["groups"]])
+    probes = ProbeRunner(engine, geometry, state["groups"])
     seen = list(probes.run(["pure-cpu-hit", "mixed-misaligned", "mixed-head-gone"], on_start=lambda name: None))
     here = {"imported": overlay.imported_digests(), "in_process": hasattr(engine.llm.llm_engine.engine_core, "engine_core")}
     copied = engine.worker_state()["copied_blocks"]
