@@ -24,6 +24,8 @@ from kvmatrix import layers as letters
 
 GENERATOR_VERSION = 1
 MARKER = "kvmatrix-checkpoint.json"
+LONG_PROMPT = 4096
+"""Tokens of a prompt from which on the reference must not hold whole matrices of scores: they would be gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def _config(spec: CheckpointSpec) -> Any:
         attention_chunk_size=spec.chunk,
         no_rope_layers=[1 if size else 0 for size in sizes],
         use_qk_norm=False,
+        # From 8,192 tokens on it matters, and vLLM follows the length of the context (over 32,768) in place of this value.
+        attn_temperature_tuning=False,
         **({chunk_sizes.ATTRIBUTE: sizes} if _differs_by_layer(spec) else {}),
     )
 
@@ -188,7 +192,8 @@ def reference_logprobs(folder: str, prompt: list[int], new_tokens: int) -> tuple
     import torch
 
     spec = CheckpointSpec(**_marker(folder)["spec"])
-    model = _model_class(spec).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    attention = "eager" if len(prompt) <= LONG_PROMPT else "sdpa"
+    model = _model_class(spec).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if _differs_by_layer(spec):
         chunk_sizes.give_transformers(model, _chunk_sizes(spec))
     ids, rows = list(prompt), []

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from kvmatrix.cells import Cell
 from kvmatrix.errors import UsageError
@@ -38,6 +38,12 @@ class Expectation(BaseModel):
     chunk: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     layers: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _failures_name_their_arms(self) -> Expectation:
+        if self.status == "FAIL" and not self.arm:
+            raise ValueError("an expected FAIL must name its arm")
+        return self
 
     @field_validator("message")
     @classmethod

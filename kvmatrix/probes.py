@@ -147,9 +147,7 @@ class ProbeRunner:
 
     def plan(self, name: str) -> ProbePlan:
         g = self.geometry
-        return plan(
-            name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks, windows=self.windows
-        )
+        return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks, windows=self.windows)
 
     def _ask(self, prompt: list[int] | None = None) -> Generation:
         return self.engine.generate(prompt or self.prompt, max_tokens=self.geometry["new_tokens"])

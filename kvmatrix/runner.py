@@ -33,6 +33,10 @@ from kvmatrix.reuse import RESIDENCIES, VARIANTS
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
 
+CPU_TIERS = 8
+"""Device tiers that the CPU tier holds at least: fillers are stored too, and must not push out what a probe needs."""
+FLOAT32_BYTES = 4
+
 WITH_PARENT = "with its parent"
 """How a child ended that says nothing of itself."""
 ENOUGH = "enough: the arm had failed, and this run looks no further"
@@ -181,7 +185,7 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         "probes": probe_names(cell, ctx.matrix),
         "checkpoints": str(ctx.home / "checkpoints"),
         "checkpoint": checkpoint,
-        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
+        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": cpu_bytes(cell, geometry["num_gpu_blocks"], llm.cpu_bytes)},
     }
 
 
@@ -209,6 +213,13 @@ def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: 
         "max_model_len": max_model_len,
         "num_gpu_blocks": groups * (max_model_len // block) + 4,
     }
+
+
+def cpu_bytes(cell: Cell, num_gpu_blocks: int, least: int) -> int:
+    """Size of the CPU tier: ``least``, or more where that is no ``CPU_TIERS`` times the device tier."""
+    of_token = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * FLOAT32_BYTES  # keys and values of one layer
+    layers = -(-len(cell.layers) // cell.kv_groups)
+    return max(least, CPU_TIERS * num_gpu_blocks * cell.block * layers * of_token)
 
 
 class CellRun:
