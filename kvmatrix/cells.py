@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from kvmatrix import layers as letters
 from kvmatrix import oracle
 from kvmatrix.config import DType, Geometry, Level, Matrix, Pin
 from kvmatrix.errors import UsageError
@@ -18,6 +19,8 @@ ALL = "all"
 DEFAULTS = {"layers": "cf", "dtype": "float32", "offload": "eager"}
 """Axis values that an id leaves out."""
 LEVELS = get_args(Level)
+HIT_CLASSES = ("aligned", "safe-short", "safe-crossing", "corrupt")
+"""From the best to the worst."""
 
 
 class Cell(BaseModel):
@@ -59,17 +62,18 @@ class Cell(BaseModel):
 
     @property
     def hit_class(self) -> str:
-        """Class of the misaligned mixed hit, of :func:`kvmatrix.oracle.mixed_hit_class`; ``control`` without chunked layers."""
-        if "c" not in self.layers:
-            return "control"
+        """Class of the misaligned mixed hit, of :func:`kvmatrix.oracle.mixed_hit_class`; ``control`` without chunked layers.
+
+        With two chunk sizes the worse one's: an answer is wrong as soon as one group lacks a block.
+        """
         hit = (self.prompt - 1) // self.block * self.block - self.prefix
-        return oracle.mixed_hit_class(self.chunk, self.prefix, hit)
+        classes = [oracle.mixed_hit_class(size, self.prefix, hit) for size in letters.chunk_sizes(self.layers, self.chunk)]
+        return max(classes, key=HIT_CLASSES.index, default="control")
 
     @property
     def kv_groups(self) -> int:
-        """KV groups that vLLM makes of ``layers``: equal-sized groups of the rarer kind's layer count."""
-        counts = [n for n in (self.layers.count("c"), self.layers.count("f")) if n]
-        return sum(-(-n // min(counts)) for n in counts)
+        """KV groups that vLLM makes of ``layers``."""
+        return letters.kv_groups(self.layers)
 
 
 class Selection(BaseModel):

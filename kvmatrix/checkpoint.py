@@ -1,4 +1,4 @@
-"""Deterministic small Llama 4 text models, saved as real checkpoints.
+"""Deterministic small text models, saved as real checkpoints: Llama 4, and EXAONE 4 where there are sliding-window layers.
 
 Every weight is drawn from a generator seeded by the model's seed and the parameter's own name, so the same parameters
 give the same bytes whatever order a library initialises them in. Scales are chosen so that attention spreads over
@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,15 +19,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmatrix import chunk_sizes
+from kvmatrix import layers as letters
+
 GENERATOR_VERSION = 1
 MARKER = "kvmatrix-checkpoint.json"
+LONG_PROMPT = 4096
+"""Tokens of a prompt from which on the reference must not hold whole matrices of scores: they would be gigabytes."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Parameters of one model; ``layers`` has ``c`` for a chunked-local layer and ``f`` for a full one, in order."""
+    """Parameters of one model; ``layers`` has the letters of :mod:`kvmatrix.layers`."""
 
     chunk: int = 64
+    """Chunk or window in tokens."""
     layers: str = "cf"
     vocab_size: int = 512
     hidden_size: int = 64
@@ -54,13 +61,17 @@ def _std(name: str, shape: tuple[int, ...]) -> float:
     return gain.get(role, 1.0) / math.sqrt(fan_in)
 
 
+QK_NORM = 1.6
+"""Weight of the norms of queries and keys, where a model has them: it stands for their projections' gain."""
+
+
 def _fill(model: Any, seed: int) -> None:
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
-                parameter.fill_(1.0)  # norms
+                parameter.fill_(QK_NORM if "q_norm" in name or "k_norm" in name else 1.0)
                 continue
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -69,29 +80,60 @@ def _fill(model: Any, seed: int) -> None:
 
 
 def _config(spec: CheckpointSpec) -> Any:
-    from transformers import Llama4TextConfig
+    from transformers import Exaone4Config, Llama4TextConfig
 
+    common: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": len(spec.layers),
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if letters.SLIDING in spec.layers:
+        return Exaone4Config(**common, sliding_window=spec.chunk, layer_types=_layer_types(spec.layers))
+    sizes = _chunk_sizes(spec)
     return Llama4TextConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
+        **common,
         intermediate_size_mlp=spec.intermediate_size,
-        num_hidden_layers=len(spec.layers),
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position_embeddings,
         num_local_experts=2,
         num_experts_per_tok=1,
         moe_layers=[],
         interleave_moe_layer_step=len(spec.layers) + 1,
         attention_chunk_size=spec.chunk,
-        no_rope_layers=[1 if kind == "c" else 0 for kind in spec.layers],
+        no_rope_layers=[1 if size else 0 for size in sizes],
         use_qk_norm=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        # From 8,192 tokens on it matters, and vLLM follows the length of the context (over 32,768) in place of this value.
+        attn_temperature_tuning=False,
+        **({chunk_sizes.ATTRIBUTE: sizes} if _differs_by_layer(spec) else {}),
     )
+
+
+def _layer_types(layers: str) -> list[str]:
+    """transformers' names of the layers' kinds."""
+    names = {"f": "full_attention", letters.SLIDING: "sliding_attention"}
+    return [names.get(letter, "chunked_attention") for letter in layers]
+
+
+def _chunk_sizes(spec: CheckpointSpec) -> list[int]:
+    """Per layer its chunk in tokens, 0 where it has none."""
+    return [letters.chunk_of(letter, spec.chunk) or 0 for letter in spec.layers]
+
+
+def _differs_by_layer(spec: CheckpointSpec) -> bool:
+    """Whether a layer has another chunk size than the config's one for all."""
+    return any(size not in (0, spec.chunk) for size in _chunk_sizes(spec))
+
+
+def _model_class(spec: CheckpointSpec) -> Any:
+    from transformers import Exaone4ForCausalLM, Llama4ForCausalLM
+
+    return Exaone4ForCausalLM if letters.SLIDING in spec.layers else Llama4ForCausalLM
 
 
 def ensure(params: Mapping[str, Any], cache: str | os.PathLike[str]) -> str:
@@ -99,11 +141,11 @@ def ensure(params: Mapping[str, Any], cache: str | os.PathLike[str]) -> str:
 
     Raises:
         TypeError: an unknown parameter.
-        ValueError: ``layers`` has other letters than ``c`` and ``f``.
+        ValueError: ``layers`` are of no known kind, or of two architectures.
     """
     spec = CheckpointSpec(**params)
-    if not spec.layers or set(spec.layers) - {"c", "f"}:
-        raise ValueError(f"layers must be of 'c' and 'f', not {spec.layers!r}")
+    if not re.fullmatch(letters.PATTERN, spec.layers):
+        raise ValueError(f"layers must be of 'c', 'd' and 'f', or of 's' and 'f', not {spec.layers!r}")
     target = Path(cache) / spec.key
     if (target / MARKER).exists():
         return str(target)
@@ -124,11 +166,9 @@ def ensure(params: Mapping[str, Any], cache: str | os.PathLike[str]) -> str:
 
 def _save(spec: CheckpointSpec, folder: Path) -> None:
     import torch
-    from transformers import Llama4ForCausalLM
 
-    model = Llama4ForCausalLM(_config(spec)).to(torch.float32)
-    kinds = ["chunked_attention" if k == "c" else "full_attention" for k in spec.layers]
-    assert list(model.config.layer_types) == kinds, model.config.layer_types
+    model = _model_class(spec)(_config(spec)).to(torch.float32)
+    assert list(model.config.layer_types) == _layer_types(spec.layers), model.config.layer_types
     _fill(model, spec.seed)
     model.save_pretrained(str(folder))
     weights = hashlib.sha256()
@@ -140,15 +180,22 @@ def _save(spec: CheckpointSpec, folder: Path) -> None:
 
 def weights_sha256(folder: str | os.PathLike[str]) -> str:
     """The weights' digest that was recorded when the checkpoint was made."""
-    return str(json.loads((Path(folder) / MARKER).read_text(encoding="utf-8"))["weights_sha256"])
+    return str(_marker(folder)["weights_sha256"])
+
+
+def _marker(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    return dict(json.loads((Path(folder) / MARKER).read_text(encoding="utf-8")))
 
 
 def reference_logprobs(folder: str, prompt: list[int], new_tokens: int) -> tuple[list[int], list[list[float]]]:
     """transformers' own answer on a checkpoint: greedy tokens, and full-vocabulary logprobs [new_tokens, vocab] in nats."""
     import torch
-    from transformers import Llama4ForCausalLM
 
-    model = Llama4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    spec = CheckpointSpec(**_marker(folder)["spec"])
+    attention = "eager" if len(prompt) <= LONG_PROMPT else "sdpa"
+    model = _model_class(spec).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
+    if _differs_by_layer(spec):
+        chunk_sizes.give_transformers(model, _chunk_sizes(spec))
     ids, rows = list(prompt), []
     with torch.no_grad():
         for _ in range(new_tokens):

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from kvmatrix import layers as letters
 from kvmatrix.errors import DeviceError, UsageError
 
 DeviceKind = Literal["host", "cuda", "rocm"]
@@ -85,8 +86,8 @@ class Geometry(Strict):
     chunk: PositiveInt
     prompt: PositiveInt
     prefix: PositiveInt
-    layers: str = Field(default="", pattern="^[cf]*$")
-    """Chunked-local and full layers in order; empty: ``llm.layers``."""
+    layers: str = Field(default="", pattern=f"^{letters.PATTERN}?$")
+    """Letters of :mod:`kvmatrix.layers`, ``chunk`` is their size (a window's where they are ``s``); empty: ``llm.layers``."""
     new_tokens: int = Field(default=0, ge=0)
     """Tokens to generate, where more than ``llm.new_tokens``."""
     modes: tuple[Mode, ...] = ()
@@ -102,10 +103,12 @@ class Geometry(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Geometry:
-        if self.prefix % self.block or self.chunk % self.block:
-            raise ValueError(f"prefix {self.prefix} and chunk {self.chunk} must be multiples of block {self.block}")
-        if self.prefix % self.chunk == 0:
-            raise ValueError(f"prefix {self.prefix} ends on a boundary of chunk {self.chunk}: it is not misaligned")
+        # A chunk may be no multiple of the block: it is for vLLM to refuse that.
+        if self.prefix % self.block:
+            raise ValueError(f"prefix {self.prefix} must be a multiple of block {self.block}")
+        sizes = letters.chunk_sizes(self.layers or "c", self.chunk)
+        if sizes and not any(self.prefix % size for size in sizes):
+            raise ValueError(f"prefix {self.prefix} ends on a boundary of chunk {max(sizes)}: it is not misaligned")
         if self.prompt <= self.prefix + self.block:
             raise ValueError(f"prompt {self.prompt} leaves nothing for the CPU tier behind prefix {self.prefix}")
         return self

@@ -1,4 +1,4 @@
-"""Expected failures, as data: ``conformance/expectations/*.toml``. What no entry names is expected to PASS."""
+"""Expected failures and refusals, as data: ``conformance/expectations/*.toml``. What no entry names is expected to PASS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from kvmatrix.cells import Cell
 from kvmatrix.errors import UsageError
@@ -21,12 +21,12 @@ class Expectation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    status: Literal["FAIL"]
+    status: Literal["FAIL", "UNSUPPORTED"]
     message: str
     """Regular expression that the row's reason must match."""
     why: str
     link: str
-    arm: tuple[str, ...]
+    arm: tuple[str, ...] = ()
     tier: tuple[str, ...] = ()
     probe: tuple[str, ...] = ()
     """Names, or patterns such as ``reuse-*``."""
@@ -37,6 +37,13 @@ class Expectation(BaseModel):
     mode: tuple[str, ...] = ()
     chunk: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _failures_name_their_arms(self) -> Expectation:
+        if self.status == "FAIL" and not self.arm:
+            raise ValueError("an expected FAIL must name its arm")
+        return self
 
     @field_validator("message")
     @classmethod
@@ -49,7 +56,7 @@ class Expectation(BaseModel):
 
     def matches(self, cell: Cell, probe: str) -> bool:
         facts = cell.model_dump() | {"hit_class": cell.hit_class}
-        axes = ("arm", "tier", "hit_class", "pin", "device", "backend", "mode", "chunk", "block")
+        axes = ("arm", "tier", "hit_class", "pin", "device", "backend", "mode", "chunk", "block", "layers")
         named = not self.probe or any(fnmatchcase(probe, pattern) for pattern in self.probe)
         return named and all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
 
@@ -92,16 +99,21 @@ class Expectations:
                 return entry
         return None
 
+    def refusal(self, cell: Cell) -> str | None:
+        """The regular expression of vLLM's reason, where an entry says that it refuses this cell whatever the probe."""
+        entry = self.find(cell, "")
+        return entry.message if entry and entry.status == "UNSUPPORTED" else None
+
     def unused(self) -> list[Expectation]:
         """Entries that no :meth:`find` has matched: stale, or misspelt."""
         return [e for i, e in enumerate(self.entries) if i not in self._used]
 
 
 def expected_status(entry: Expectation | None, status: Status, reason: str) -> Status:
-    """The status expected of a row. An expected FAIL with another reason is not the expected one: PASS is expected then."""
+    """The status expected of a row. With another reason than the entry's it is not the expected one: PASS is expected then."""
     if entry is None:
         return "PASS"
-    if status == "FAIL" and not re.search(entry.message, reason):
+    if status == entry.status and not re.search(entry.message, reason):
         return "PASS"
     return entry.status
 

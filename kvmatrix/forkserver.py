@@ -107,9 +107,15 @@ def child_main(job: dict[str, Any], channel_fd: int, log_fd: int, parent: int) -
         return 0
     except BaseException as e:
         traceback.print_exc()
-        reason = " ".join(str(e).split())[:2000]
+        reason = " ".join((str(e) or _failed_line(e)).split())[:2000]
         channel.send({"type": "error", "error": type(e).__name__, "message": reason, "causes": _causes(e)})
         return 1
+
+
+def _failed_line(error: BaseException) -> str:
+    """The source line that raised ``error``: all that an assertion without a message says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or "") if frames else ""
 
 
 def _causes(error: BaseException) -> list[str]:
@@ -117,7 +123,7 @@ def _causes(error: BaseException) -> list[str]:
     chain: list[str] = []
     current = error.__cause__ or error.__context__
     while current is not None and len(chain) < 8:
-        chain.append(f"{type(current).__name__}: {' '.join(str(current).split())[:500]}")
+        chain.append(f"{type(current).__name__}: {' '.join((str(current) or _failed_line(current)).split())[:500]}")
         current = current.__cause__ or current.__context__
     return chain
 

@@ -78,6 +78,7 @@ def _group_facts(group: Any) -> dict[str, Any]:
         "kind": type(spec).__name__,
         "block_size": spec.block_size,
         "attention_chunk_size": getattr(spec, "attention_chunk_size", None),
+        "sliding_window": getattr(spec, "sliding_window", None),
         "layers": list(group.layer_names),
     }
 

@@ -87,7 +87,7 @@ def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
     send({"type": "stage", "stage": "reference"})
     reference = checkpoint.reference_logprobs(model, prompt, geometry["new_tokens"])
     engine, state = start_engine(job, model, send)
-    runner = ProbeRunner(engine, geometry, [g["attention_chunk_size"] for g in state["groups"]])
+    runner = ProbeRunner(engine, geometry, state["groups"])
     for observed in runner.run(job["probes"], on_start=lambda name: send({"type": "stage", "stage": name})):
         if observed["probe"] == "cold" and runner.cold is not None:
             observed["reference"] = reference_comparison(runner.cold, *reference)

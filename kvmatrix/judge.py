@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvmatrix import layers as letters
 from kvmatrix.arms import Arm, Keeps
 from kvmatrix.cells import Cell
 from kvmatrix.config import Tolerances
@@ -23,10 +24,15 @@ def requested(cell: Cell) -> dict[str, Any]:
         "backend": cell.backend,
         "mode": cell.mode,
         "block_size": cell.block,
-        "attention_chunk_size": cell.chunk if "c" in cell.layers else None,
+        "attention_chunk_size": _one(letters.chunk_sizes(cell.layers, cell.chunk)),
+        "sliding_window": cell.chunk if letters.SLIDING in cell.layers else None,
         "dtype": cell.dtype,
         "offload": cell.offload,
     }
+
+
+def _one(sizes: list[int]) -> int | list[int] | None:
+    return sizes[0] if len(sizes) == 1 else sizes or None
 
 
 def resolved(engine: dict[str, Any]) -> dict[str, Any]:
@@ -34,12 +40,12 @@ def resolved(engine: dict[str, Any]) -> dict[str, Any]:
     state, worker = engine["state"], engine["worker"]
     eager = state["enforce_eager"] and state["compilation_mode"] == "NONE" and worker["compiled"] == 0
     compiled = not state["enforce_eager"] and state["compilation_mode"] != "NONE" and worker["compiled"] > 0
-    chunks = sorted({g["attention_chunk_size"] for g in state["groups"] if g["attention_chunk_size"]})
     return {
         "backend": ",".join(sorted(set(worker["backends"].values()))),
         "mode": "eager" if eager else "compiled" if compiled else f"unclear ({state['compilation_mode']})",
         "block_size": state["block_size"],
-        "attention_chunk_size": chunks[0] if len(chunks) == 1 else chunks or None,
+        "attention_chunk_size": _one(sorted({g["attention_chunk_size"] for g in state["groups"] if g["attention_chunk_size"]})),
+        "sliding_window": _one(sorted({g["sliding_window"] for g in state["groups"] if g["sliding_window"]})),
         "dtype": state["dtype"],
         "offload": "disk" if worker.get("disk") else (state["offload"] or {}).get("mode"),
         "compilation_mode": state["compilation_mode"],
@@ -59,20 +65,40 @@ def judge_engine(cell: Cell, engine: dict[str, Any]) -> Verdict:
         if got[axis] != value:
             return Verdict("UNSUPPORTED", f"not-honoured: {axis} {value} was asked for, vLLM runs {got[axis]}")
     kinds = set(got["kv_groups"])
-    if "FullAttentionSpec" not in kinds or ("c" in cell.layers and "ChunkedLocalAttentionSpec" not in kinds):
-        return Verdict("INFRA", f"vacuous: the KV groups are {sorted(kinds)}, no chunked-local beside full attention")
+    for letter in sorted({*cell.layers, "f"}):
+        if _SPECS[letter] not in kinds:
+            return Verdict("INFRA", f"vacuous: the KV groups are {sorted(kinds)}, layers {cell.layers!r} need {_SPECS[letter]}")
     return Verdict("PASS")
 
 
-def judge_probe(observed: dict[str, Any], arm: Arm, tolerances: Tolerances, vocab_size: int, cold: Verdict | None) -> Verdict:
-    """Status of one LLM probe; ``cold`` is the verdict of the cell's cold probe (None when this is it)."""
+_SPECS = {
+    "c": "ChunkedLocalAttentionSpec",
+    "d": "ChunkedLocalAttentionSpec",
+    "s": "SlidingWindowSpec",
+    "f": "FullAttentionSpec",
+}
+"""The kind of KV group that each layer letter must be in; one of full attention must always be there."""
+
+
+def judge_probe(
+    observed: dict[str, Any],
+    arm: Arm,
+    tolerances: Tolerances,
+    vocab_size: int,
+    cold: Verdict | None,
+    control: bool = False,
+) -> Verdict:
+    """Status of one LLM probe; ``cold`` is the verdict of the cell's cold probe (None when this is it).
+
+    ``control``: the model has no chunked layer, so every arm must keep all of the hit.
+    """
     if observed["probe"] == "corrupted-load":
         return judge_corrupted(observed, arm, tolerances)
     for problem in _not_established(observed, arm, vocab_size):
         return Verdict("INFRA", problem)
     if cold is not None and cold.status != "PASS":
         return Verdict("INFRA", f"no-reference: the cold answer is {cold.status}, there is nothing to compare with")
-    for fault in _faults(observed, tolerances, arm.keeps):
+    for fault in _faults(observed, tolerances, "all" if control else arm.keeps):
         return Verdict("FAIL", fault)
     return Verdict("PASS")
 

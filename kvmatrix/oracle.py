@@ -11,15 +11,18 @@ import math
 from collections.abc import Sequence
 
 
-def first_needed_token(end: int, chunk: int | None) -> int:
+def first_needed_token(end: int, chunk: int | None, window: int | None = None) -> int:
     """First cached token that the token at ``end`` or any later one can attend to; ``end`` itself when there is none.
 
-    ``chunk`` is the group's ``attention_chunk_size`` in tokens, None for full attention.
+    ``chunk`` is the group's ``attention_chunk_size`` in tokens; ``window`` is its sliding window, which counts the token
+    itself. Both None: full attention.
     """
+    if window is not None:
+        return max(0, end + 1 - window)
     return 0 if chunk is None else end // chunk * chunk
 
 
-def needed_blocks(end: int, block: int, chunk: int | None) -> range:
+def needed_blocks(end: int, block: int, chunk: int | None, window: int | None = None) -> range:
     """Indices of the ``block``-token blocks that must hold real KV for a hit that ends at ``end``.
 
     Raises:
@@ -27,7 +30,7 @@ def needed_blocks(end: int, block: int, chunk: int | None) -> range:
     """
     if end % block:
         raise ValueError(f"a hit ends on a block boundary, {end} is not a multiple of {block}")
-    return range(first_needed_token(end, chunk) // block, end // block)
+    return range(first_needed_token(end, chunk, window) // block, end // block)
 
 
 def missing_blocks(

@@ -22,9 +22,10 @@ def general() -> None:
     """``vllm.general_plugins``: turn a CPU platform into the host device, and let engines report on themselves."""
     from vllm.platforms import current_platform
 
-    from kvmatrix import introspect
+    from kvmatrix import chunk_sizes, introspect
 
     introspect.attach()
+    chunk_sizes.give_vllm()
     if not current_platform.is_cpu() or _gpu_present():
         return
     from kvmatrix.host import copy, disk, ops

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -65,10 +65,20 @@ class RequestPlan:
     """Whether the device prefix ends on a boundary of every chunk: stock is right then."""
 
 
-def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+def plan(
+    probe: str,
+    *,
+    prompt: int,
+    prefix: int,
+    block: int,
+    chunks: Sequence[int | None],
+    windows: Sequence[int | None] | None = None,
+    new_tokens: int = 1,
+) -> ProbePlan:
     """The plan of ``probe`` for a prompt of ``prompt`` tokens.
 
-    ``prefix`` is the misaligned device prefix; ``chunks`` has each KV group's chunk (None: full attention).
+    ``prefix`` is the misaligned device prefix; ``chunks`` has each KV group's chunk (None: it has none), ``windows`` each
+    group's sliding window (None: it has none, or no group has); ``new_tokens`` are generated.
 
     Raises:
         ValueError: the geometry cannot establish the probe.
@@ -86,10 +96,10 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
     if probe == "follow-up":
         return ProbePlan(probe, prompt, reusable, 0, 0, 0)
     if probe == "batch":
-        return _batch_plan(prompt, prefix, block, chunks)
+        return _batch_plan(prompt, prefix, block, chunks, windows)
     if probe == "preempted-loading":
-        return _preempted_plan(prompt, prefix, block, chunks)
-    loads = _needed_loads(reusable, device, block, chunks)
+        return _preempted_plan(prompt, prefix, block, chunks, windows, new_tokens)
+    loads = _needed_loads(reusable, device, block, chunks, windows)
     if probe == "mixed-head-gone":
         return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=device // block)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
@@ -114,19 +124,23 @@ def _device_prefix(probe: str, reusable: int, prefix: int, chunks: list[int]) ->
     return prefix
 
 
-def _needed_loads(reusable: int, device: int, block: int, chunks: list[int | None]) -> int:
-    """Blocks over all groups that a hit of ``reusable`` tokens needs behind a device prefix of ``device`` tokens."""
-    return sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= device // block)
+Sizes = Sequence[int | None]
 
 
-def _batch_plan(prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+def _needed_loads(end: int, device: int, block: int, chunks: Sizes, windows: Sizes | None) -> int:
+    """Blocks over all groups that a hit up to token ``end`` needs behind a device prefix of ``device`` tokens."""
+    sizes = zip(chunks, windows or [None] * len(chunks), strict=True)
+    return sum(1 for c, w in sizes for i in oracle.needed_blocks(end, block, c, w) if i >= device // block)
+
+
+def _batch_plan(prompt: int, prefix: int, block: int, chunks: Sizes, windows: Sizes | None) -> ProbePlan:
     """Four prompts at once: with the misaligned device prefix, with none, with an aligned or a longer one, and a cold one."""
     reusable = (prompt - 1) // block * block
     period = math.lcm(block, *(c for c in chunks if c))
     boundary = (reusable - 1) // period * period
     third = boundary if boundary else min(prefix + block, reusable - block)
     requests = [RequestPlan(p, reusable - p, p % period == 0) for p in (prefix, 0, third)]
-    loads = sum(_needed_loads(reusable, r.device_tokens, block, chunks) for r in requests)
+    loads = sum(_needed_loads(reusable, r.device_tokens, block, chunks, windows) for r in requests)
     device, reuse = (sum(getattr(r, name) for r in requests) for name in ("device_tokens", "reuse_tokens"))
     return ProbePlan("batch", prompt, device, reusable, reuse, loads, requests=[*requests, RequestPlan(0, 0, True)])
 
@@ -159,12 +173,16 @@ def reference_comparison(cold: Generation, tokens: list[int], rows: list[list[fl
     return {"tokens": tokens, "max_logprob_error": logprob_error(cold, reference)}
 
 
-def _preempted_plan(prompt: int, prefix: int, block: int, chunks: list[int | None]) -> ProbePlan:
+def _preempted_plan(
+    prompt: int, prefix: int, block: int, chunks: Sizes, windows: Sizes | None, new_tokens: int
+) -> ProbePlan:
     """A misaligned mixed hit, and a pure CPU hit beside it. The first is preempted and loads once more, which vLLM's counters
-    of hit tokens leave out."""
+    of hit tokens leave out; its second hit may reach up to where its own answer has come, so the loads are the fewest."""
     reusable = (prompt - 1) // block * block
     requests = [RequestPlan(prefix, reusable - prefix, False), RequestPlan(0, reusable, True)]
-    loads = 2 * _needed_loads(reusable, prefix, block, chunks) + _needed_loads(reusable, 0, block, chunks)
+    ends = range(reusable, prompt + new_tokens, block)
+    again = min(_needed_loads(end, prefix, block, chunks, windows) for end in ends)
+    loads = _needed_loads(reusable, prefix, block, chunks, windows) + _needed_loads(reusable, 0, block, chunks, windows) + again
     return ProbePlan(
         "preempted-loading", prompt, prefix, reusable, 2 * reusable - prefix, loads, preemptions=1, requests=requests
     )
@@ -177,10 +195,12 @@ Step = Callable[[], tuple[Generation, dict[str, Any]]]
 class ProbeRunner:
     """Runs probes in one engine, all against one prompt and its cold answer."""
 
-    def __init__(self, engine: Engine, geometry: dict[str, Any], chunks: list[int | None]) -> None:
+    def __init__(self, engine: Engine, geometry: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+        """``groups``: the facts of each KV group, of :func:`kvmatrix.introspect.core_state`."""
         self.engine = engine
         self.geometry = geometry
-        self.chunks = chunks
+        self.chunks = [g["attention_chunk_size"] for g in groups]
+        self.windows = [g["sliding_window"] for g in groups]
         self.vocab = engine.config.vocab_size
         self.prompt = random_prompt(geometry["prompt"], self.vocab, geometry["seed"])
         self.cold: Generation | None = None
@@ -224,7 +244,8 @@ class ProbeRunner:
 
     def plan(self, name: str) -> ProbePlan:
         g = self.geometry
-        return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], chunks=self.chunks)
+        sizes = {"chunks": self.chunks, "windows": self.windows, "new_tokens": g["new_tokens"]}
+        return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], **sizes)
 
     def ask(self, prompt: list[int]) -> Generation:
         return self.engine.generate(prompt, max_tokens=self.geometry["new_tokens"])

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from kvmatrix import facts, judge, reuse, tools
 from kvmatrix.agreement import ColdAnswers
+from kvmatrix import layers as letters
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
@@ -33,6 +34,10 @@ from kvmatrix.reuse import RESIDENCIES, VARIANTS
 
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
+
+CPU_TIERS = 8
+"""Device tiers that the CPU tier holds at least: fillers are stored too, and must not push out what a probe needs."""
+FLOAT32_BYTES = 4
 
 WITH_PARENT = "with its parent"
 """How a child ended that says nothing of itself."""
@@ -95,7 +100,7 @@ def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
 def _can_be_established(probe: str, cell: Cell) -> bool:
     if probe in SEVERAL and not cell.several:
         return False
-    chunks = [cell.chunk if kind == "c" else None for kind in cell.layers]
+    chunks = [letters.chunk_of(letter, cell.chunk) for letter in cell.layers]
     try:
         plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, chunks=chunks)
     except ValueError:
@@ -186,7 +191,7 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         "probes": probe_names(cell, ctx.matrix),
         "checkpoints": str(ctx.home / "checkpoints"),
         "checkpoint": checkpoint,
-        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
+        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": cpu_bytes(cell, geometry["num_gpu_blocks"], llm.cpu_bytes)},
     }
 
 
@@ -215,6 +220,13 @@ def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: 
         "max_model_len": max_model_len,
         "num_gpu_blocks": requests * groups * (max_model_len // block) + 4,
     }
+
+
+def cpu_bytes(cell: Cell, num_gpu_blocks: int, least: int) -> int:
+    """Size of the CPU tier: ``least``, or more where that is no ``CPU_TIERS`` times the device tier."""
+    of_token = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * FLOAT32_BYTES  # keys and values of one layer
+    layers = -(-len(cell.layers) // cell.kv_groups)
+    return max(least, CPU_TIERS * num_gpu_blocks * cell.block * layers * of_token)
 
 
 class CellRun:
@@ -317,16 +329,18 @@ class CellRun:
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
-            outcome.status, outcome.reason = classify_error(message, started=outcome.engine is not None)
+            declared = self.ctx.expectations.refusal(self.cell)
+            outcome.status, outcome.reason = classify_error(message, outcome.engine is not None, declared)
 
     def _probe_row(self, observed: dict[str, Any], outcome: Outcome, attempt: int) -> ProbeRow:
         cold = next((judge.Verdict(r.status, r.reason) for r in outcome.probes if r.probe == "cold"), None)
-        tolerances = self.ctx.matrix.tolerances[self.cell.dtype]
-        verdict = judge.judge_probe(observed, self.arm, tolerances, self.ctx.matrix.llm.vocab_size, cold)
+        tolerances, control = self.ctx.matrix.tolerances[self.cell.dtype], self.cell.hit_class == "control"
+        verdict = judge.judge_probe(observed, self.arm, tolerances, self.ctx.matrix.llm.vocab_size, cold, control)
         detail = dict(observed["detail"])
         if observed["probe"] == "cold" and verdict.status == "PASS" and outcome.engine is not None:
             # Answers that the reference refutes are not among them: they would make all others look wrong.
-            same = (outcome.engine["weights_sha256"], self.cell.prompt, self.cell.dtype)
+            model = (outcome.engine["weights_sha256"], self.cell.layers, self.cell.chunk)
+            same = (*model, self.cell.prompt, self.cell.dtype)
             agreement = self.ctx.cold_answers.compare(self.cell.id, same, observed["tokens"], observed["logprobs"])
             verdict, detail["agreement"] = judge.judge_agreement(agreement, tolerances), agreement
         if outcome.status == "INFRA":
@@ -462,13 +476,18 @@ _REFUSALS = re.compile(
 )
 
 
-def classify_error(message: dict[str, Any], started: bool = False) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
+def classify_error(
+    message: dict[str, Any], started: bool = False, declared: str | None = None
+) -> tuple[Literal["CRASH", "INFRA", "UNSUPPORTED"], str]:
     """A child's exception as a status: what vLLM refuses to start is UNSUPPORTED, with vLLM's own reason.
 
-    Once the engine has ``started``, the same words are a crash.
+    Once the engine has ``started``, the same words are a crash. ``declared`` is the regular expression of a refusal that the
+    expectations name: a bare assertion of vLLM's, or one that comes with the first request, is known as a refusal by it alone.
     """
     text = f"{message['error']}: {message['message']}"
     chain = [text, *message["causes"]]
+    if declared and (named := next((c for c in chain if re.search(declared, c)), None)):
+        return "UNSUPPORTED", f"refused: {named[:400]}"
     refused = next((c for c in chain if _REFUSALS.search(c)), None)
     if message["error"] in ("EngineStateError", "OverlayError"):
         return "INFRA", f"{'not-established' if message['error'] == 'EngineStateError' else 'wrong-arm'}: {text}"

@@ -193,14 +193,19 @@ def observe(arm: Arm) -> Callable[..., dict[str, Any]]:
     return make
 
 
+def kv_group(kind: str, **changes: Any) -> dict[str, Any]:
+    """What an engine says of one KV group."""
+    return {"kind": kind, "block_size": 32, "attention_chunk_size": None, "sliding_window": None, "layers": ["0"]} | changes
+
+
 @pytest.fixture
 def engine_facts() -> Callable[..., dict[str, Any]]:
     """What an engine that is as ``make_cell`` asked says of itself; changes go to its ``state`` or ``worker`` part."""
 
     def make(worker: dict[str, Any] | None = None, **state: Any) -> dict[str, Any]:
         groups = [
-            {"kind": "ChunkedLocalAttentionSpec", "block_size": 32, "attention_chunk_size": 128, "layers": ["0"]},
-            {"kind": "FullAttentionSpec", "block_size": 32, "attention_chunk_size": None, "layers": ["1"]},
+            kv_group("ChunkedLocalAttentionSpec", attention_chunk_size=128, layers=["0"]),
+            kv_group("FullAttentionSpec", layers=["1"]),
         ]
         return {
             "state": {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvmatrix import oracle
 from kvmatrix.cells import Cell, Selection, plan_cells
 from kvmatrix.config import Matrix, Project
 from kvmatrix.errors import UsageError
@@ -140,7 +141,8 @@ def test_the_default_has_every_class_and_the_prefix_in_the_first_three_chunks(ma
     cells = [c for c in plan_cells(matrix, Selection(), ["stock"]) if c.tier == "llm"]
     assert {c.hit_class for c in cells} == {"corrupt", "safe-short", "safe-crossing", "control"}
     assert {c.prefix // c.chunk for c in cells} == {0, 1, 2}
-    assert {c.chunk for c in cells} == {64, 128, 256}
+    assert {c.chunk for c in cells if "c" in c.layers} >= {64, 128, 256}
+    assert {"sf", "cdf"} <= {c.layers for c in cells}
     assert {c.block for c in cells} == {16, 32, 64}
     assert {c.kv_groups for c in cells if c.hit_class != "control"} >= {2, 4}
     assert any(c.new_tokens > (c.chunk - c.prompt % c.chunk) for c in cells), "an answer that goes on over a chunk boundary"
@@ -151,6 +153,41 @@ def test_the_class_of_a_hit(make_cell: Callable[..., Cell]) -> None:
     assert make_cell(prompt=129).hit_class == "safe-short"
     assert make_cell(prompt=257).hit_class == "safe-crossing"
     assert make_cell(layers="ff").hit_class == "control"
+
+
+@pytest.mark.parametrize(
+    ("layers", "prompt", "prefix", "expected"),
+    [
+        ("cdf", 225, 96, "corrupt"),
+        ("cdf", 193, 64, "corrupt"),
+        ("cdf", 129, 64, "safe-short"),
+        ("cdf", 257, 64, "safe-crossing"),
+        ("ddf", 193, 64, "corrupt"),
+        ("ccf", 193, 64, "aligned"),
+        ("sf", 193, 64, "control"),
+    ],
+)
+def test_the_worse_of_two_sizes_decides(
+    make_cell: Callable[..., Cell], layers: str, prompt: int, prefix: int, expected: str
+) -> None:
+    """A prefix of 64 is aligned for chunks of 64 and ends inside one of 128."""
+    assert make_cell(layers=layers, chunk=64, prompt=prompt, prefix=prefix).hit_class == expected
+
+
+def test_stock_is_unsound_where_any_group_is(make_cell: Callable[..., Cell]) -> None:
+    """Against the suffix-only lookup, counted out block by block in both groups."""
+    block, size = 4, 8
+    classes = set()
+    for prefix in range(0, 32, block):
+        for hit in range(block, 64, block):
+            cell = make_cell(layers="cdf", block=block, chunk=size, prefix=prefix, prompt=prefix + hit + 1)
+            lost = False
+            for chunk in (size, 2 * size):
+                loaded = [i * block >= hit // chunk * chunk for i in range(hit // block)]
+                lost = lost or bool(oracle.missing_blocks(prefix, hit, block, chunk, loaded))
+            assert (cell.hit_class == "corrupt") == lost, (prefix, hit)
+            classes.add(cell.hit_class)
+    assert classes == {"aligned", "safe-short", "safe-crossing", "corrupt"}
 
 
 def test_an_id_tells_geometries_apart(make_cell: Callable[..., Cell]) -> None:

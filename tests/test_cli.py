@@ -117,7 +117,7 @@ def test_what_is_unknown_is_named(called: Run, tmp_path: Path, args: str, named:
     [
         (lambda text: text.replace("[budgets]", "[budgets"), "not valid TOML"),
         (lambda text: text.replace("jobs = 2", "job = 2"), "budgets.job"),
-        (lambda text: text.replace("prefix = 32", "prefix = 33"), "multiples of block"),
+        (lambda text: text.replace("prefix = 32", "prefix = 33"), "a multiple of block"),
     ],
     ids=["toml", "key", "geometry"],
 )

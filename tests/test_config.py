@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from kvmatrix.config import Project, find_project, load_matrix
+from kvmatrix.config import Geometry, Project, find_project, load_matrix
 from kvmatrix.errors import DeviceError, UsageError
 
 
@@ -77,19 +78,40 @@ def test_another_schema(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("prefix = 32", "prefix = 33", "multiples of block"),
-        ("chunk = 128", "chunk = 120", "multiples of block"),
+        ("prefix = 32", "prefix = 33", "a multiple of block"),
         ("prefix = 32", "prefix = 128", "not misaligned"),
         ("prompt = 161", "prompt = 64", "leaves nothing"),
         ("block = 32", "block = 0", "greater than 0"),
         ("block = 32", "block = -32", "greater than 0"),
         ('backends = ["CPU_ATTN"]', 'backends = ["CPU_ATTEN"]', "CPU_ATTEN"),
     ],
-    ids=["odd-prefix", "odd-chunk", "aligned-prefix", "short-prompt", "zero-block", "negative-block", "misspelt-backend"],
+    ids=["odd-prefix", "aligned-prefix", "short-prompt", "zero-block", "negative-block", "misspelt-backend"],
 )
 def test_a_bad_geometry(tmp_path: Path, text: str, old: str, new: str, what: str) -> None:
     geometry = text.index("[[geometries]]")
     assert what in refused(tmp_path, text[:geometry] + replaced(text[geometry:], old, new))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"layers": "csf"}, "pattern"),
+        ({"layers": "cdf", "prefix": 256, "prompt": 417}, "boundary of chunk 256"),
+        ({"layers": "ccf", "prefix": 128, "prompt": 417}, "boundary of chunk 128"),
+        ({"layers": "cdf", "prefix": 128, "prompt": 417}, ""),
+        ({"layers": "sf", "prefix": 128, "prompt": 417}, ""),
+        ({"layers": "cc"}, ""),
+        ({"chunk": 120}, ""),
+    ],
+)
+def test_what_a_geometry_may_ask(change: dict[str, object], what: str) -> None:
+    """A prefix must be misaligned for some chunk size where there is one; what vLLM alone can refuse may be asked."""
+    asked = {"backends": ["CPU_ATTN"], "block": 32, "chunk": 128, "prompt": 161, "prefix": 32} | change
+    if not what:
+        assert Geometry.model_validate(asked).layers == change.get("layers", "")
+        return
+    with pytest.raises(ValidationError, match=what):
+        Geometry.model_validate(asked)
 
 
 def test_two_geometries_that_would_share_their_cells_ids(tmp_path: Path, text: str) -> None:

@@ -52,6 +52,12 @@ class Bench:
         selection = Selection(backends=("CPU_ATTN",), modes=("eager",), level=level)
         return plan_cells(self.project.matrix, selection, [STOCK, self.patch])
 
+    def cells_with(self, layers: str) -> list[Cell]:
+        """The cells of the first geometry of such a model."""
+        selection = Selection(backends=("CPU_ATTN",), modes=("eager",), tiers=("llm",))
+        cells = [c for c in plan_cells(self.project.matrix, selection, [STOCK, self.patch]) if c.layers == layers]
+        return [c for c in cells if c.prompt == cells[0].prompt]
+
     def run(self, cells: Sequence[Cell]) -> tuple[list[ProbeRow], list[CellRow]]:
         name = f"run-{next(self._runs)}"
         folder = self.home / name
@@ -101,7 +107,7 @@ def plain(bench: Bench) -> Rows:
 def with_copy_plan(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[ProbeRow]]:
     """The same cells whose processes have ``KVMATRIX_HOST_COPY`` in their environment."""
 
-    def run(**plan: int | bool) -> list[ProbeRow]:
+    def run(cells: Sequence[Cell] = (), **plan: int | bool) -> list[ProbeRow]:
         original = runner.cell_job
 
         def job(cell: Cell, ctx: Context) -> dict[str, object]:
@@ -109,7 +115,7 @@ def with_copy_plan(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             return made | {"env": made["env"] | {"KVMATRIX_HOST_COPY": json.dumps(plan)}}
 
         monkeypatch.setattr(runner, "cell_job", job)
-        return bench.run(bench.cells())[0]
+        return bench.run(cells or bench.cells())[0]
 
     return run
 
@@ -207,6 +213,40 @@ def test_nothing_is_left_of_a_disk_tier(several: Rows, bench: Bench) -> None:
     assert not list(bench.home.rglob("*.rank_*"))
 
 
+def test_a_model_with_sliding_windows_is_a_control(bench: Bench) -> None:
+    """Every arm keeps the whole hit of a prefix that ends inside the window, and no more blocks than the window needs."""
+    rows, cells = bench.run(bench.cells_with("sf"))
+    assert [c.status for c in cells] == ["OK", "OK"], shown(rows)
+    assert {r.status for r in rows} == {"PASS"}, shown(rows)
+    found = by_name(rows)
+    for arm in (STOCK, bench.patch):
+        row = found[arm, "mixed-misaligned"]
+        assert set(row.resolved["kv_groups"]) == {"SlidingWindowSpec", "FullAttentionSpec"}
+        assert (row.device_hit_tokens, row.external_hit_tokens) == (96, 64)
+        assert row.loaded_blocks == row.needed_loads == 2 + 2
+        assert found[arm, "pure-cpu-hit"].loaded_blocks == 5 + 3
+        assert 0 < (found[arm, "cold"].reference_error or 0) <= bench.project.matrix.tolerances.max_reference_error
+
+
+def test_two_chunk_sizes_in_one_model(bench: Bench) -> None:
+    rows, cells = bench.run(bench.cells_with("cdf"))
+    assert [c.status for c in cells] == ["OK", "OK"], shown(rows)
+    assert not any(map(is_problem, rows)), shown(rows)
+    found = by_name(rows)
+    stock, patched = found[STOCK, "mixed-misaligned"], found[bench.patch, "mixed-misaligned"]
+    assert stock.resolved["attention_chunk_size"] == [64, 128]
+    assert (stock.status, patched.status) == ("FAIL", "PASS")
+    assert (stock.max_logprob_error or 0) > 1
+    assert 0 < (found[STOCK, "cold"].reference_error or 0) <= bench.project.matrix.tolerances.max_reference_error
+
+
+def test_what_vllm_refuses_is_no_crash(bench: Bench) -> None:
+    """There is no full-attention group, which an assertion without a message says."""
+    rows, _ = bench.run(bench.cells_with("cc"))
+    assert {(r.status, r.expected) for r in rows} == {("UNSUPPORTED", "UNSUPPORTED")}, shown(rows)
+    assert rows[0].reason.startswith("refused: AssertionError: assert 0 <= self.fa_gidx")
+
+
 # --- copies that misbehave --------------------------------------------------------------------------------------------
 
 
@@ -221,6 +261,14 @@ def test_a_corrupted_load_turns_its_probe_red(with_copy_plan: Callable[..., list
         assert is_problem(row)
         assert {found[arm, p].status for p in ("cold", "device-hit", "corrupted-load")} == {"PASS"}
     assert exit_code(rows) is ExitCode.UNEXPECTED
+
+
+def test_a_corrupted_load_of_a_sliding_window(with_copy_plan: Callable[..., list[ProbeRow]], bench: Bench) -> None:
+    found = by_name(with_copy_plan(bench.cells_with("sf"), zero_loads=1))
+    for arm in (STOCK, bench.patch):
+        row = found[arm, "pure-cpu-hit"]
+        assert row.status == "FAIL", shown(list(found.values()))
+        assert (row.max_logprob_error or 0) > 1
 
 
 def test_late_and_reordered_copies_change_nothing(with_copy_plan: Callable[..., list[ProbeRow]], plain: Rows) -> None:
@@ -295,7 +343,7 @@ def main() -> None:
         )
     )
     state = engine.state()
-    probes = ProbeRunner(engine, geometry, [g["attention_chunk_size"] for g in state["groups"]])
+    probes = ProbeRunner(engine, geometry, state["groups"])
     seen = list(probes.run(["pure-cpu-hit", "mixed-misaligned", "mixed-head-gone"], on_start=lambda name: None))
     here = {"imported": overlay.imported_digests(), "in_process": hasattr(engine.llm.llm_engine.engine_core, "engine_core")}
     copied = engine.worker_state()["copied_blocks"]

@@ -42,6 +42,7 @@ def load(folder: Path, text: str | bytes) -> Expectations:
         {"mode": ["compiled"]},
         {"chunk": [64]},
         {"block": [16]},
+        {"layers": ["cc"]},
     ],
     ids=lambda a: next(iter(a)),
 )
@@ -139,8 +140,30 @@ def test_a_bad_entry_is_refused(tmp_path: Path, text: str | bytes) -> None:
 def test_the_projects_entries_name_stock_alone(project: Project) -> None:
     """No patch may have its failures excused."""
     entries = Expectations.load(project.root / "conformance" / "expectations").entries
-    assert entries
-    assert all(e.arm == ("stock",) for e in entries)
+    failures = [e for e in entries if e.status == "FAIL"]
+    assert failures
+    assert all(e.arm == ("stock",) for e in failures)
+
+
+def test_a_refusal_comes_before_the_failure_that_the_same_cell_would_have(
+    project: Project, make_cell: Callable[..., Cell]
+) -> None:
+    entries = Expectations.load(project.root / "conformance" / "expectations")
+    found = [entries.find(make_cell(layers=layers), "mixed-misaligned") for layers in ("cf", "cc")]
+    assert [e.status for e in found if e] == ["FAIL", "UNSUPPORTED"]
+    assert entries.refusal(make_cell()) is None
+    assert entries.refusal(make_cell(layers="cc", arm="fix"))
+    assert entries.refusal(make_cell(chunk=80))
+
+
+def test_a_refusal_that_does_not_come(make_row: Callable[..., ProbeRow]) -> None:
+    refusal = Expectation(**ENTRY | {"status": "UNSUPPORTED", "message": "has none", "arm": []})
+    assert expected_status(refusal, "UNSUPPORTED", "refused: it has none") == "UNSUPPORTED"
+    assert expected_status(refusal, "UNSUPPORTED", "refused: no kernel") == "PASS"
+    assert not is_problem(make_row(status="UNSUPPORTED", expected="UNSUPPORTED", reason="refused: it has none"))
+    for status in ("PASS", "FAIL", "CRASH"):
+        expected = expected_status(refusal, status, "")  # type: ignore[arg-type]
+        assert is_problem(make_row(status=status, expected=expected)), status
 
 
 # --- what becomes of a row ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import kv_group
 
 from kvmatrix.arms import Arm, Keeps
 from kvmatrix.cells import Cell
@@ -39,6 +40,17 @@ def judged(observe: Observe, arm: Arm) -> Callable[..., Verdict]:
 @pytest.mark.parametrize("probe", PROBES)
 def test_a_probe_that_went_well(judged: Callable[..., Verdict], probe: str) -> None:
     assert judged(probe) == PASSED
+
+
+@pytest.mark.parametrize("probe", ["mixed-misaligned", "mixed-head-gone"])
+def test_every_arm_must_keep_the_hit_of_a_control(observe: Observe, arm: Arm, probe: str) -> None:
+    """The same declined lookup is the patch's price where there are chunks."""
+    declined = observe(probe, cached_tokens=32, counters__external_hit_tokens=0, counters__loaded_blocks=0)
+    assert judge_probe(declined, arm, TOLERANCES, 512, PASSED) == PASSED
+    verdict = judge_probe(declined, arm, TOLERANCES, 512, PASSED, control=True)
+    assert verdict.status == "FAIL"
+    assert verdict.reason.startswith("lost-reuse: 0 of 128 ")
+    assert judge_probe(observe(probe), arm, TOLERANCES, 512, PASSED, control=True) == PASSED
 
 
 def test_a_declined_misaligned_hit_passes(judged: Callable[..., Verdict]) -> None:
@@ -256,6 +268,41 @@ def test_an_engine_whose_chunked_layers_are_in_no_chunked_group(
 ) -> None:
     groups = [g for g in engine_facts()["state"]["groups"] if not g["attention_chunk_size"]]
     assert judge_engine(make_cell(), engine_facts(groups=groups)).status != "PASS"
+
+
+CHUNKED, SLIDING, FULL = "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "FullAttentionSpec"
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "status", "reason"),
+    [
+        ("sf", [kv_group(SLIDING, sliding_window=128), kv_group(FULL)], "PASS", ""),
+        ("sf", [kv_group(SLIDING, sliding_window=96), kv_group(FULL)], "UNSUPPORTED", "not-honoured: sliding_window 128 "),
+        ("sf", [kv_group(FULL), kv_group(FULL)], "UNSUPPORTED", "not-honoured: sliding_window 128 "),
+        # What the hybrid KV-cache manager leaves when it is off.
+        ("sf", [kv_group(FULL, sliding_window=128)], "INFRA", "vacuous: the KV groups are ['FullAttentionSpec'], layers 'sf' "),
+        ("sf", [kv_group(SLIDING, sliding_window=128)], "INFRA", "vacuous: "),
+        ("cdf", [*(kv_group(CHUNKED, attention_chunk_size=c) for c in (128, 256)), kv_group(FULL)], "PASS", ""),
+        (
+            "cdf",
+            [kv_group(CHUNKED, attention_chunk_size=128), kv_group(FULL)],
+            "UNSUPPORTED",
+            "not-honoured: attention_chunk_size [128, 256] was asked for, vLLM runs 128",
+        ),
+        ("ff", [kv_group(SLIDING, sliding_window=128), kv_group(FULL)], "UNSUPPORTED", "not-honoured: sliding_window None "),
+    ],
+)
+def test_the_kinds_of_groups_that_layers_need(
+    make_cell: Callable[..., Cell],
+    engine_facts: Callable[..., dict[str, Any]],
+    layers: str,
+    groups: list[dict[str, Any]],
+    status: str,
+    reason: str,
+) -> None:
+    verdict = judge_engine(make_cell(layers=layers), engine_facts(groups=groups))
+    assert verdict.status == status
+    assert verdict.reason.startswith(reason)
 
 
 # --- the scheduler's cases --------------------------------------------------------------------------------------------

@@ -31,6 +31,15 @@ def test_needed_blocks(block: int, chunk: int | None) -> None:
         assert set(needed_blocks(end, block, chunk)) == needed_by_definition(end, block, chunk), end
 
 
+@pytest.mark.parametrize(("block", "window"), [(4, 1), (4, 3), (4, 4), (4, 9), (16, 48), (16, 50)])
+def test_needed_blocks_of_a_sliding_window(block: int, window: int) -> None:
+    """A token sees itself and the ``window - 1`` before it."""
+    for end in range(0, 5 * window + 2 * block, block):
+        later = range(end, end + 2 * window)
+        needed = {p // block for t in later for p in range(max(0, t - window + 1), t + 1) if p < end}
+        assert set(needed_blocks(end, block, None, window)) == needed, end
+
+
 def test_a_hit_ends_on_a_block_boundary() -> None:
     with pytest.raises(ValueError, match="17 is not a multiple of 16"):
         needed_blocks(17, 16, 64)

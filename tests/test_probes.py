@@ -42,6 +42,33 @@ def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> Non
 
 
 @pytest.mark.parametrize(
+    ("prompt", "prefix", "window", "loads"),
+    [
+        (161, 96, 96, 2 + 2),
+        (161, 32, 96, 4 + 3),
+        (289, 192, 100, 3 + 3),
+        (289, 96, 100, 6 + 4),
+        (161, 32, 1, 4 + 0),
+        (161, 32, 1000, 4 + 4),
+    ],
+    ids=["inside the window", "before it", "no multiple", "no multiple, before it", "the token alone", "wider than the prompt"],
+)
+def test_plans_with_a_sliding_window(prompt: int, prefix: int, window: int, loads: int) -> None:
+    """Blocks of the full group, and those of the other one that the window reaches back to."""
+    groups: dict[str, list[int | None]] = {"chunks": [None, None], "windows": [None, window]}
+    p = plan("mixed-misaligned", prompt=prompt, prefix=prefix, block=32, **groups)  # type: ignore[arg-type]
+    assert (p.device_tokens, p.reuse_tokens, p.needed_loads) == (prefix, prompt - 1 - prefix, loads)
+
+
+def test_a_plan_with_two_chunk_sizes() -> None:
+    """Aligned means aligned for both."""
+    two: list[int | None] = [64, 128, None]
+    aligned = plan("mixed-aligned", prompt=225, prefix=96, block=32, chunks=two)
+    assert (aligned.device_tokens, aligned.needed_loads) == (128, 1 + 3 + 3)
+    assert plan("mixed-misaligned", prompt=225, prefix=96, block=32, chunks=two).needed_loads == 1 + 3 + 4
+
+
+@pytest.mark.parametrize(
     ("probe", "change"),
     [
         ("nosuch", {}),

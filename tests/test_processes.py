@@ -49,6 +49,8 @@ elif act == "raise":
         raise OSError("the first reason")
     except OSError as e:
         raise ValueError("two\\nlines") from e
+elif act == "assert":
+    assert act == ""
 elif act == "wait for a file":
     end = time.monotonic() + {LONG}
     while not os.path.exists(os.environ["REPORT"]) and time.monotonic() < end:
@@ -188,6 +190,12 @@ def test_a_job_that_raises(parent: Parent, start: Callable[..., Any], tmp_path: 
     assert error["causes"] == ["OSError: the first reason"]
     assert job.exit_code == 1
     assert "Traceback" in (tmp_path / "job-0.log").read_text(encoding="utf-8")
+
+
+def test_an_assertion_without_a_message_says_its_line(parent: Parent, start: Callable[..., Any]) -> None:
+    job, _ = start(parent, "assert")
+    (error,) = ended(job)
+    assert (error["error"], error["message"]) == ("AssertionError", 'assert act == ""')
 
 
 def test_a_job_that_exits_on_its_own(parent: Parent, start: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import kv_group
 
 from kvmatrix import probes, runner
 from kvmatrix.arms import Arm
@@ -165,6 +166,23 @@ def test_every_probe_is_a_row(run: Callable[..., Any], went_well: Callable[..., 
     assert ctx.pool.jobs[0].finished
 
 
+def test_a_patch_that_declines_the_hit_of_a_control(
+    run: Callable[..., Any],
+    went_well: Callable[..., list[Message]],
+    make_cell: Callable[..., Cell],
+    engine_facts: Callable[..., dict[str, Any]],
+) -> None:
+    engine = engine_facts(groups=[kv_group("SlidingWindowSpec", sliding_window=128), kv_group("FullAttentionSpec")])
+    declined = {"cached_tokens": 32, "counters__external_hit_tokens": 0, "counters__loaded_blocks": 0}
+    asked = [p for p in PROBES if p != "mixed-aligned"]
+    by_arm = {}
+    for declines in ({}, {"mixed_misaligned": declined}):
+        rows, _ = run(([*went_well(asked, engine, **declines), DONE], 0), cell=make_cell(layers="sf"))
+        by_arm[bool(declines)] = statuses(rows)
+    assert by_arm[False] == dict.fromkeys(asked, "PASS")
+    assert by_arm[True] == by_arm[False] | {"mixed-misaligned": "FAIL"}
+
+
 def test_an_unexpected_pass_is_a_problem(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
     rows, _ = run(([*went_well(), DONE], 0))
     assert [r.probe for r in rows if is_problem(r)] == EXPECTED_RED
@@ -312,6 +330,35 @@ def test_errors_as_statuses(message: dict[str, Any], status: str, reason: str) -
     assert found[1].startswith(reason)
     assert "\n" not in found[1]
     assert classify_error(message, started=True)[0] == status.replace("UNSUPPORTED", "CRASH")
+
+
+def test_a_declared_refusal_is_one_whenever_it_comes() -> None:
+    """An assertion is a crash, unless it is the very one that the expectations name."""
+    bare = error("AssertionError", "assert 0 <= index < len(groups)")
+    for started in (False, True):
+        assert classify_error(bare, started)[0] == "CRASH"
+        assert classify_error(bare, started, r"assert 0 <= size")[0] == "CRASH"
+        found = classify_error(bare, started, r"AssertionError: assert 0 <= index")
+        assert found == ("UNSUPPORTED", "refused: AssertionError: assert 0 <= index < len(groups)")
+
+
+def test_a_declared_refusal_of_a_cell(
+    run: Callable[..., Any],
+    went_well: Callable[..., list[Message]],
+    make_cell: Callable[..., Cell],
+    engine_facts: Callable[..., dict[str, Any]],
+) -> None:
+    """vLLM says it with the first request, after the engine has come up."""
+    late = error("AssertionError", "attn_chunk_size 80 is not divisible by block_size 32")
+    engine = engine_facts(
+        groups=[kv_group("ChunkedLocalAttentionSpec", attention_chunk_size=80), kv_group("FullAttentionSpec")]
+    )
+    rows, ctx = run(([*went_well([], engine)[:-1], late], 1), cell=make_cell(chunk=80, arm="fix"))
+    assert set(statuses(rows).values()) == {"UNSUPPORTED"}
+    assert {r.expected for r in rows} == {"UNSUPPORTED"}
+    assert cell_rows(ctx)[0].status == "UNSUPPORTED"
+    rows, _ = run(([*went_well([])[:-1], late], 1), cell=make_cell(arm="fix"))
+    assert set(statuses(rows).values()) == {"CRASH"}
 
 
 def test_a_compiled_cell_without_a_compiler(run: Callable[..., Any], make_cell: Callable[..., Cell]) -> None:
@@ -536,3 +583,14 @@ def test_what_a_longer_cell_is_sent(make_context: Callable[..., Context], make_c
     assert job["geometry"]["new_tokens"] == 40
     assert job["checkpoint"]["max_position_embeddings"] >= job["geometry"]["max_model_len"] >= 577 + 40
     assert "max_position_embeddings" not in cell_job(make_cell(), ctx)["checkpoint"], "small ones stay what they were"
+
+
+def test_the_cpu_tier_outgrows_a_large_device_tier(
+    make_context: Callable[..., Context], make_cell: Callable[..., Cell]
+) -> None:
+    ctx = make_context()
+    least = ctx.matrix.llm.cpu_bytes
+    assert cell_job(make_cell(), ctx)["geometry"]["cpu_bytes"] == least
+    large = cell_job(make_cell(layers="cccfcccf", chunk=8192, block=128, prompt=8321, prefix=128), ctx)["geometry"]
+    of_block = 128 * 2 * 512  # tokens, layers of a group, bytes of a token's keys and values: 2 x 2 heads x 32 x float32
+    assert large["cpu_bytes"] == 8 * large["num_gpu_blocks"] * of_block > least

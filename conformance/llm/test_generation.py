@@ -1,6 +1,6 @@
 """Real-LLM tier: each probe's tokens and full-vocabulary logprobs against the cold answer of the same engine.
 
-The cold answer itself is compared with transformers' Llama 4 on the same checkpoint.
+The cold answer itself is compared with transformers' own model on the same checkpoint.
 """
 
 from kvmatrix.pytest_plugin import check
