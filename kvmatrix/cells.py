@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix import oracle
-from kvmatrix.config import Geometry, Level, Matrix, Pin
+from kvmatrix.config import LEVELS, Geometry, Level, Matrix, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
@@ -17,7 +17,6 @@ ALL = "all"
 """In place of a pin's version: every pin of the device that is not extended."""
 DEFAULTS = {"layers": "cf", "dtype": "float32", "offload": "eager"}
 """Axis values that an id leaves out."""
-LEVELS = get_args(Level)
 
 
 class Cell(BaseModel):

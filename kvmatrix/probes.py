@@ -65,7 +65,7 @@ def plan(probe: str, *, prompt: int, prefix: int, block: int, chunks: list[int |
     if device % block:
         raise ValueError(f"{probe}: device prefix {device} is not a multiple of the block size {block}")
     first = device // block
-    loads = sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, c) if i >= first)
+    loads = sum(1 for c in chunks for i in oracle.needed_blocks(reusable, block, oracle.of_chunk(c)) if i >= first)
     if probe == "mixed-head-gone":
         return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=first)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
