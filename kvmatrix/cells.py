@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix import layers as letters
 from kvmatrix import oracle
-from kvmatrix.config import DType, Geometry, Level, Matrix, Pin
+from kvmatrix.config import LEVELS, DType, Geometry, Level, Matrix, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
@@ -18,7 +18,6 @@ ALL = "all"
 """In place of a pin's version: every pin of the device that is not extended."""
 DEFAULTS = {"layers": "cf", "dtype": "float32", "offload": "eager"}
 """Axis values that an id leaves out."""
-LEVELS = get_args(Level)
 HIT_CLASSES = ("aligned", "safe-short", "safe-crossing", "corrupt")
 """From the best to the worst."""
 

@@ -17,6 +17,8 @@ DeviceKind = Literal["host", "cuda", "rocm"]
 Mode = Literal["eager", "compiled"]
 DType = Literal["float32", "bfloat16"]
 Level = Literal["quick", "default", "full"]
+LEVELS = get_args(Level)
+"""From the smallest selection to the one that has all."""
 ProbeName = Literal[
     "cold",
     "device-hit",
@@ -32,6 +34,7 @@ ProbeName = Literal[
 ]
 OffloadMode = Literal["eager", "lazy", "disk"]
 """``lazy``: a block is stored only shortly before the device evicts it. ``disk``: at once, to the connector's disk tier."""
+Residency = Literal["all", "tail-gone", "head-gone", "one-hole", "random", "every-subset", "evicted-pinned"]
 WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
 
 
@@ -175,35 +178,54 @@ class LookupCases(Strict):
 
 
 class Shape(Strict):
-    """Groups of a sweep: one full-attention group and one for each of ``chunks``; sizes in tokens."""
+    """Groups of a sweep: one full-attention group and one for each of ``chunks`` and ``windows``; sizes in tokens."""
 
     block: PositiveInt
     hash_block: PositiveInt
     """Tokens that a block hash covers, a divisor of ``block``."""
-    chunks: tuple[PositiveInt, ...]
-    """Empty: a model with full attention alone."""
+    chunks: tuple[PositiveInt, ...] = ()
+    """Without ``windows``, empty: a model with full attention alone."""
+    windows: tuple[int, ...] = ()
+    """Tokens that a token of a sliding-window group sees, itself included."""
     periods: PositiveInt
-    """The longest prompt, in largest chunks; in blocks where there is no chunk."""
+    """The longest prompt, in largest chunks or windows (these in whole blocks); in blocks where there is neither."""
     full_at: int = Field(default=0, ge=0)
-    """Index of the full-attention group among the groups; the chunked ones keep their order around it."""
-
+    """Index of the full-attention group among the groups; the others keep their order around it, chunked ones first."""
     lazy: bool = False
     """Blocks are stored only shortly before the device evicts them (``lazy_offload``)."""
+    edges: bool = False
+    """Only prompts that end one token before a block's boundary, on it, or one behind it; otherwise every length."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Shape:
         if self.block % self.hash_block or any(c % self.block for c in self.chunks):
             raise ValueError(f"hash_block {self.hash_block} must divide block {self.block}, and block each of {self.chunks}")
-        if self.full_at > len(self.chunks):
-            raise ValueError(f"full_at {self.full_at} is past the last of {len(self.chunks) + 1} groups")
+        if self.full_at > (others := len(self.chunks) + len(self.windows)):
+            raise ValueError(f"full_at {self.full_at} is past the last of {others + 1} groups")
+        if any(w < 2 for w in self.windows):
+            raise ValueError(f"each of windows {self.windows} must reach past the token itself, to two tokens at least")
         return self
 
 
 class Sweep(Strict):
-    """Every mixed hit of some shapes, with each kind of residency."""
+    """Every mixed hit of some shapes, with some kinds of residency."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
+    level: Level = "default"
+    """The smallest selection that has it."""
+    residencies: tuple[Residency, ...] = ("all", "tail-gone", "head-gone", "one-hole", "random")
     shapes: tuple[Shape, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Sweep:
+        if len({bool(s.chunks) for s in self.shapes}) > 1:
+            raise ValueError(f"sweep {self.name}: shapes with chunks and without, which are controls, must not be summed up")
+        return self
+
+    @property
+    def is_control(self) -> bool:
+        """Whether no group is chunked-local: there stock is right, and no arm may change anything."""
+        return not self.shapes[0].chunks
 
 
 class StatefulShape(Strict):
@@ -223,6 +245,8 @@ class Stateful(Strict):
     """Random programs for vLLM's scheduler, in both offload modes on each shape."""
 
     programs: PositiveInt
+    quick_programs: PositiveInt
+    """In place of ``programs`` in the quick selection."""
     steps: PositiveInt
     """Rules of a program, at most."""
     seed: int
@@ -235,6 +259,8 @@ class Scheduler(Strict):
     cases: tuple[LookupCases, ...]
     protocol: tuple[Shape, ...] = ()
     """Shapes on which the calls around a lookup are tried, each over every small geometry."""
+    classes: tuple[Shape, ...] = ()
+    """Shapes of one chunk size each, over whose geometries each class of a mixed hit is asked by itself."""
     sweeps: tuple[Sweep, ...] = ()
     stateful: Stateful | None = None
 
@@ -245,6 +271,8 @@ class Scheduler(Strict):
                 raise ValueError(f"prefixes must be multiples of block {self.block} below prompt {case.prompt}")
         if self.chunk % self.block:
             raise ValueError(f"chunk {self.chunk} must be a multiple of block {self.block}")
+        if any(len(set(shape.chunks)) != 1 or shape.windows for shape in self.classes):
+            raise ValueError("classes: the class of a hit is told by one chunk size, each shape must have one and no window")
         if len({s.name for s in self.sweeps}) != len(self.sweeps):
             raise ValueError("two sweeps have the same name")
         if self.stateful and len({s.name for s in self.stateful.shapes}) != len(self.stateful.shapes):
@@ -371,6 +399,15 @@ class Matrix(Strict):
         if self.perf.backend not in known:
             raise ValueError(f"perf.backend {self.perf.backend!r} is of no pin: known are {', '.join(sorted(known))}")
         return self
+
+    def at_level(self, level: Level) -> Matrix:
+        """This matrix with those sweeps and programs only that the selection ``level`` has."""
+        stateful = self.scheduler.stateful
+        if stateful and level == "quick":
+            stateful = stateful.model_copy(update={"programs": stateful.quick_programs})
+        sweeps = tuple(s for s in self.scheduler.sweeps if LEVELS.index(s.level) <= LEVELS.index(level))
+        scheduler = self.scheduler.model_copy(update={"sweeps": sweeps, "stateful": stateful})
+        return self.model_copy(update={"scheduler": scheduler})
 
     def pin(self, version: str, device: str) -> Pin:
         """The pin of ``version`` on ``device``.

@@ -126,7 +126,8 @@ def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
     for check in job["protocol"]:
         _answer(send, "protocol", check["name"], "tried", partial(protocol.run, check["check"], check["shapes"]))
     for sweep in job["sweeps"]:
-        _answer(send, "sweep", sweep["name"], "totals", partial(reuse.sweep, sweep["shapes"], sweep["residency"]))
+        ask = partial(reuse.sweep, sweep["shapes"], sweep["residency"], sweep.get("hit_class"))
+        _answer(send, "sweep", sweep["name"], "totals", ask)
     for programs in job["stateful"]:
         _answer(send, "stateful", programs["name"], "totals", partial(run_programs, programs, job["tools"]))
 

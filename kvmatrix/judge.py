@@ -236,6 +236,8 @@ def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
     if any(case["missing"]):
         lacking = {g: m for g, m in enumerate(case["missing"]) if m}
         return Verdict("FAIL", f"unsound: answers {answer}, without KV (group: blocks) {lacking}")
+    if case["null_needed"]:
+        return Verdict("FAIL", f"unsound: answers {answer}, {case['null_needed']} needed blocks are copied to the null block")
     if case["leaked_cpu_pins"] or case["leaked_device_refs"] or case["pending_hits"]:
         return Verdict(
             "FAIL",
@@ -255,6 +257,8 @@ def judge_sweep(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> V
         return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
     if not totals["ideal"]:
         return Verdict("INFRA", f"vacuous: nothing could be served in any of {totals['geometries']} geometries")
+    if totals["residency"] == "evicted-pinned" and not totals["pressed"]:
+        return Verdict("INFRA", f"vacuous: no hit of {totals['geometries']} geometries was held while the CPU tier was filled")
     of = f"{totals['geometries']} geometries"
     if totals["contract"]:
         return Verdict("FAIL", f"contract: {totals['contract']} lookups in {of}, first {totals['first_contract']}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvmatrix import oracle
+
 CHUNKED = {"c": 1, "d": 2}
 """Chunked-local letters, and their chunks in sizes."""
 SLIDING = "s"
@@ -15,6 +17,11 @@ PATTERN = "([cdf]+|[sf]+)"
 def chunk_of(letter: str, size: int) -> int | None:
     """Tokens of a layer's attention chunks; None where it has none."""
     return CHUNKED[letter] * size if letter in CHUNKED else None
+
+
+def attention(letter: str, size: int) -> oracle.Attention:
+    """How a layer attends; ``size`` is its chunk's or its window's, in tokens."""
+    return oracle.sliding(size) if letter == SLIDING else oracle.of_chunk(chunk_of(letter, size))
 
 
 def chunk_sizes(layers: str, size: int) -> list[int]:

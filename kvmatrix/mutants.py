@@ -275,7 +275,7 @@ def run(session: MutantSession) -> tuple[Controls, list[Fate]]:
     session.plan()
     names = session.mutants
     cells = session.cells("scheduler", names)
-    ctx = session.open(planned_ids(cells, session.project))
+    ctx = session.open(planned_ids(cells, session.matrix))
     ctx.until_failure = frozenset(names)
     rows = session.run_cells(cells)
     controls, fates = judged(rows, names)

@@ -47,7 +47,7 @@ def run(project: Project, pin: Pin, patches: Sequence[str], console: Console, st
     rows: list[ProbeRow] = []
     code = ExitCode.INTERRUPTED
     try:
-        session.open(planned_ids(cells, project))
+        session.open(planned_ids(cells, session.matrix))
         rows = session.run_cells(cells)
         code = exit_code(rows)
         if stock_only and code is ExitCode.UNEXPECTED:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -71,14 +71,12 @@ def plan(
     prompt: int,
     prefix: int,
     block: int,
-    chunks: Sequence[int | None],
-    windows: Sequence[int | None] | None = None,
+    groups: Sequence[oracle.Attention],
     new_tokens: int = 1,
 ) -> ProbePlan:
     """The plan of ``probe`` for a prompt of ``prompt`` tokens.
 
-    ``prefix`` is the misaligned device prefix; ``chunks`` has each KV group's chunk (None: it has none), ``windows`` each
-    group's sliding window (None: it has none, or no group has); ``new_tokens`` are generated.
+    ``prefix`` is the misaligned device prefix; ``groups`` has each KV group's attention; ``new_tokens`` are generated.
 
     Raises:
         ValueError: the geometry cannot establish the probe.
@@ -88,7 +86,7 @@ def plan(
         return ProbePlan(probe, prompt, 0, 0, 0, 0)
     if probe == "device-hit":
         return ProbePlan(probe, prompt, reusable, 0, 0, 0)
-    device = _device_prefix(probe, reusable, prefix, [c for c in chunks if c])
+    device = _device_prefix(probe, reusable, prefix, [g.chunk for g in groups if g.chunk])
     if probe not in ("pure-cpu-hit", "corrupted-load") and not 0 < device < reusable:
         raise ValueError(f"{probe}: prompt {prompt} leaves no device prefix with a CPU suffix (prefix {device})")
     if device % block:
@@ -96,10 +94,10 @@ def plan(
     if probe == "follow-up":
         return ProbePlan(probe, prompt, reusable, 0, 0, 0)
     if probe == "batch":
-        return _batch_plan(prompt, prefix, block, chunks, windows)
+        return _batch_plan(prompt, prefix, block, groups)
     if probe == "preempted-loading":
-        return _preempted_plan(prompt, prefix, block, chunks, windows, new_tokens)
-    loads = _needed_loads(reusable, device, block, chunks, windows)
+        return _preempted_plan(prompt, prefix, block, groups, new_tokens)
+    loads = _needed_loads(reusable, device, block, groups)
     if probe == "mixed-head-gone":
         return ProbePlan(probe, prompt, device, 0, reusable - device, loads, gone_blocks=device // block)
     return ProbePlan(probe, prompt, device, reusable, reusable - device, loads)
@@ -124,23 +122,22 @@ def _device_prefix(probe: str, reusable: int, prefix: int, chunks: list[int]) ->
     return prefix
 
 
-Sizes = Sequence[int | None]
+Groups = Sequence[oracle.Attention]
 
 
-def _needed_loads(end: int, device: int, block: int, chunks: Sizes, windows: Sizes | None) -> int:
+def _needed_loads(end: int, device: int, block: int, groups: Groups) -> int:
     """Blocks over all groups that a hit up to token ``end`` needs behind a device prefix of ``device`` tokens."""
-    sizes = zip(chunks, windows or [None] * len(chunks), strict=True)
-    return sum(1 for c, w in sizes for i in oracle.needed_blocks(end, block, c, w) if i >= device // block)
+    return sum(1 for g in groups for i in oracle.needed_blocks(end, block, g) if i >= device // block)
 
 
-def _batch_plan(prompt: int, prefix: int, block: int, chunks: Sizes, windows: Sizes | None) -> ProbePlan:
+def _batch_plan(prompt: int, prefix: int, block: int, groups: Groups) -> ProbePlan:
     """Four prompts at once: with the misaligned device prefix, with none, with an aligned or a longer one, and a cold one."""
     reusable = (prompt - 1) // block * block
-    period = math.lcm(block, *(c for c in chunks if c))
+    period = math.lcm(block, *(g.chunk for g in groups if g.chunk))
     boundary = (reusable - 1) // period * period
     third = boundary if boundary else min(prefix + block, reusable - block)
     requests = [RequestPlan(p, reusable - p, p % period == 0) for p in (prefix, 0, third)]
-    loads = sum(_needed_loads(reusable, r.device_tokens, block, chunks, windows) for r in requests)
+    loads = sum(_needed_loads(reusable, r.device_tokens, block, groups) for r in requests)
     device, reuse = (sum(getattr(r, name) for r in requests) for name in ("device_tokens", "reuse_tokens"))
     return ProbePlan("batch", prompt, device, reusable, reuse, loads, requests=[*requests, RequestPlan(0, 0, True)])
 
@@ -173,16 +170,14 @@ def reference_comparison(cold: Generation, tokens: list[int], rows: list[list[fl
     return {"tokens": tokens, "max_logprob_error": logprob_error(cold, reference)}
 
 
-def _preempted_plan(
-    prompt: int, prefix: int, block: int, chunks: Sizes, windows: Sizes | None, new_tokens: int
-) -> ProbePlan:
+def _preempted_plan(prompt: int, prefix: int, block: int, groups: Groups, new_tokens: int) -> ProbePlan:
     """A misaligned mixed hit, and a pure CPU hit beside it. The first is preempted and loads once more, which vLLM's counters
     of hit tokens leave out; its second hit may reach up to where its own answer has come, so the loads are the fewest."""
     reusable = (prompt - 1) // block * block
     requests = [RequestPlan(prefix, reusable - prefix, False), RequestPlan(0, reusable, True)]
     ends = range(reusable, prompt + new_tokens, block)
-    again = min(_needed_loads(end, prefix, block, chunks, windows) for end in ends)
-    loads = _needed_loads(reusable, prefix, block, chunks, windows) + _needed_loads(reusable, 0, block, chunks, windows) + again
+    again = min(_needed_loads(end, prefix, block, groups) for end in ends)
+    loads = _needed_loads(reusable, prefix, block, groups) + _needed_loads(reusable, 0, block, groups) + again
     return ProbePlan(
         "preempted-loading", prompt, prefix, reusable, 2 * reusable - prefix, loads, preemptions=1, requests=requests
     )
@@ -192,6 +187,13 @@ Step = Callable[[], tuple[Generation, dict[str, Any]]]
 """A probe's measured answer, and what else it saw."""
 
 
+def attention_of(group: Mapping[str, Any]) -> oracle.Attention:
+    """How a KV group attends, from the facts that :func:`kvmatrix.introspect.core_state` tells of it."""
+    if group["sliding_window"]:
+        return oracle.sliding(group["sliding_window"])
+    return oracle.of_chunk(group["attention_chunk_size"])
+
+
 class ProbeRunner:
     """Runs probes in one engine, all against one prompt and its cold answer."""
 
@@ -199,8 +201,7 @@ class ProbeRunner:
         """``groups``: the facts of each KV group, of :func:`kvmatrix.introspect.core_state`."""
         self.engine = engine
         self.geometry = geometry
-        self.chunks = [g["attention_chunk_size"] for g in groups]
-        self.windows = [g["sliding_window"] for g in groups]
+        self.groups = [attention_of(g) for g in groups]
         self.vocab = engine.config.vocab_size
         self.prompt = random_prompt(geometry["prompt"], self.vocab, geometry["seed"])
         self.cold: Generation | None = None
@@ -243,9 +244,8 @@ class ProbeRunner:
         return lambda: (ask(), {})
 
     def plan(self, name: str) -> ProbePlan:
-        g = self.geometry
-        sizes = {"chunks": self.chunks, "windows": self.windows, "new_tokens": g["new_tokens"]}
-        return plan(name, prompt=g["prompt"], prefix=g["prefix"], block=g["block"], **sizes)
+        sizes = {key: self.geometry[key] for key in ("prompt", "prefix", "block", "new_tokens")}
+        return plan(name, groups=self.groups, **sizes)
 
     def ask(self, prompt: list[int]) -> Generation:
         return self.engine.generate(prompt, max_tokens=self.geometry["new_tokens"])
@@ -287,8 +287,8 @@ class ProbeRunner:
         assert self.cold is not None
         plan, block = self.plan("corrupted-load"), self.geometry["block"]
         damage, answer = [], self.cold
-        for group, chunk in enumerate(self.chunks):
-            needed = oracle.needed_blocks(plan.reuse_tokens, block, chunk)
+        for group, attention in enumerate(self.groups):
+            needed = oracle.needed_blocks(plan.reuse_tokens, block, attention)
             if not needed:
                 continue  # the hit ends on this group's chunk boundary: nothing of it is loaded
             self.clear_device()

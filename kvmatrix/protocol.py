@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kvmatrix.reuse import Resident, filled_tiers, residencies
+from kvmatrix.reuse import Resident, filled_tiers, place, residencies
 from kvmatrix.scheduler_harness import Loads, SchedulerUnderTest, Unsupported
 
 MANAGER = "manager.py"
@@ -224,10 +224,10 @@ def run(check: str, shapes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tried = Tried()
     for shape in shapes:
         try:
-            for sut, _, prompt, resident in filled_tiers(contents, **shape):
-                asker = Asker(sut, prompt, resident)
-                for prefix in asker.prefixes:
-                    _try(tried, CHECKS[check], asker, prefix)
+            for sut, requests, resident in filled_tiers(contents, **shape):
+                for asker in (Asker(sut, prompt, resident) for prompt in requests):
+                    for prefix in asker.prefixes:
+                        _try(tried, CHECKS[check], asker, prefix)
         except Unsupported:
             continue
     if not tried.asked:
@@ -248,6 +248,6 @@ def _try(tried: Tried, check: Check, asker: Asker, prefix: int) -> None:
         tried.asked += 1
         if fault:
             tried.faults += 1
-            place = f"block {asker.sut.block}, groups {asker.sut.chunks}, prompt {asker.prompt}, prefix {prefix}"
-            tried.first_fault = tried.first_fault or f"{fault}, {place}"
+            where = f"{place(asker.sut)}, prompt {asker.prompt}, prefix {prefix}"
+            tried.first_fault = tried.first_fault or f"{fault}, {where}"
             asker.sut.let_go()

@@ -34,9 +34,7 @@ class ConformancePlugin(SuitePlugin):
         for tier in ("llm", "scheduler"):
             fixture = f"{tier}_row"
             if fixture in metafunc.fixturenames:
-                planned = [
-                    (c, name) for c in self.cells if c.tier == tier for name in probe_names(c, self.session.project.matrix)
-                ]
+                planned = [(c, name) for c in self.cells if c.tier == tier for name in probe_names(c, self.session.matrix)]
                 metafunc.parametrize(fixture, planned, ids=[probe_id(c, n) for c, n in planned], indirect=True)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -73,7 +71,7 @@ class ConformancePlugin(SuitePlugin):
     def _run(self, cells: list[Cell]) -> None:
         if not cells:
             return
-        ctx = self.session.open(planned_ids(cells, self.session.project))
+        ctx = self.session.open(planned_ids(cells, self.session.matrix))
         rows = self.session.run_cells(cells)
         self.rows = {r.id: r for r in rows}
         if len(cells) == len(self.cells) and self._whole_matrix():

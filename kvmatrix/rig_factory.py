@@ -8,6 +8,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from kvmatrix.oracle import FULL, chunked
 from kvmatrix.scheduler_harness import Unsupported, kv_cache_config
 
 BLOCK = 4
@@ -88,7 +89,7 @@ class Factory:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
-        self.groups: list[int | None] = [None, *chunks]
+        self.groups = [FULL, *map(chunked, chunks)]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         try:

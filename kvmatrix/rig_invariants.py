@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvmatrix import oracle
 from kvmatrix.kv_memory import Job, Tier, content
 
 if TYPE_CHECKING:
@@ -133,13 +132,13 @@ def check_targets(rig: Rig, request: Any, group: int, table: Sequence[int], star
 
 def check_attention(rig: Rig, request: Any, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
     """Attention finds the KV of every token that those of [start, end) look at, in every group."""
-    for group, (chunk, table) in enumerate(zip(rig.groups, tables, strict=True)):
-        first = oracle.first_needed_token(start, chunk)
+    for group, (attention, table) in enumerate(zip(rig.groups, tables, strict=True)):
+        first = attention.first_needed_token(start)
         prefix = rig.prefixes[request.request_id]
         wrong = rig.device.first_wrong(table, group, prefix, first, end)
         if wrong is not None:
-            kind = "full attention" if chunk is None else f"chunk {chunk}"
-            raise Violation("unsound", f"token {start} needs token {wrong} in group {group} ({kind}), its KV is not there")
+            place = f"group {group} ({attention})"
+            raise Violation("unsound", f"token {start} needs token {wrong} in {place}, its KV is not there")
 
 
 def check_load(rig: Rig, job: Job, names: Iterable[str]) -> None:

@@ -13,24 +13,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvmatrix import facts, judge, reuse, tools
-from kvmatrix.agreement import ColdAnswers
 from kvmatrix import layers as letters
+from kvmatrix.agreement import ColdAnswers
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
-from kvmatrix.config import Matrix
+from kvmatrix.config import Matrix, Residency
 from kvmatrix.engine import MAX_NUM_SEQS
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
+from kvmatrix.oracle import HitClass
 from kvmatrix.probes import SEVERAL, plan
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
 from kvmatrix.protocol import CHECKS as PROTOCOL
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
-from kvmatrix.reuse import RESIDENCIES, VARIANTS
+from kvmatrix.reuse import VARIANTS
 
 INFRA_ATTEMPTS = 2
 """A cell whose preloaded parent died is tried once more; each try is a row. Nothing is retried until it is green."""
@@ -93,16 +94,16 @@ def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
     """Names of the probes (LLM) or of the cases, sweeps and stateful tests (scheduler) of a cell, in their order."""
     if cell.tier == "llm":
         return [name for name in matrix.llm.probes if _can_be_established(name, cell)]
-    asked = (*scheduler_cases(matrix), *scheduler_protocol(matrix), *scheduler_sweeps(matrix), *stateful_tests(matrix))
-    return [entry["name"] for entry in asked]
+    before, after = (*scheduler_cases(matrix), *scheduler_protocol(matrix)), stateful_tests(matrix)
+    return [entry["name"] for entry in (*before, *class_sweeps(matrix), *scheduler_sweeps(matrix), *after)]
 
 
 def _can_be_established(probe: str, cell: Cell) -> bool:
     if probe in SEVERAL and not cell.several:
         return False
-    chunks = [letters.chunk_of(letter, cell.chunk) for letter in cell.layers]
+    groups = [letters.attention(letter, cell.chunk) for letter in cell.layers]
     try:
-        plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, chunks=chunks)
+        plan(probe, prompt=cell.prompt, prefix=cell.prefix, block=cell.block, groups=groups)
     except ValueError:
         return False
     return True
@@ -136,12 +137,23 @@ def scheduler_protocol(matrix: Matrix) -> list[dict[str, Any]]:
     return [{"name": f"protocol-{check}", "check": check, "shapes": shapes} for check in PROTOCOL] if shapes else []
 
 
+def class_sweeps(matrix: Matrix) -> list[dict[str, Any]]:
+    """Each class of a mixed hit by itself, with everything in the CPU tier."""
+    shapes = [s.model_dump() for s in matrix.scheduler.classes]
+    common = {"shapes": shapes, "residency": "all"}
+    return [{"name": f"class-{name}", "hit_class": name, **common} for name in get_args(HitClass)] if shapes else []
+
+
 def scheduler_sweeps(matrix: Matrix) -> list[dict[str, Any]]:
-    """Each sweep of the matrix with each kind of residency."""
+    """Each sweep of the matrix with each of its kinds of residency."""
     return [
-        {"name": f"reuse-{sweep.name}-{residency}", "shapes": [s.model_dump() for s in sweep.shapes], "residency": residency}
+        {
+            "name": f"{'control' if sweep.is_control else 'reuse'}-{sweep.name}-{residency}",
+            "shapes": [s.model_dump() for s in sweep.shapes],
+            "residency": residency,
+        }
         for sweep in matrix.scheduler.sweeps
-        for residency in RESIDENCIES
+        for residency in sweep.residencies
     ]
 
 
@@ -197,15 +209,21 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
 
 def _sweeps_of(cell: Cell, ctx: Context) -> list[dict[str, Any]]:
     """All sweeps; for an arm that is followed to its first failure only, the small ones first."""
-    sweeps = scheduler_sweeps(ctx.matrix)
+    sweeps = [*class_sweeps(ctx.matrix), *scheduler_sweeps(ctx.matrix)]
     return sorted(sweeps, key=_lookups) if cell.arm in ctx.until_failure else sweeps
 
 
 def _lookups(sweep: dict[str, Any]) -> int:
     """Rough number of lookups of a sweep."""
-    variants = 1 if sweep["residency"] == "all" else VARIANTS
-    longest = [(reuse.longest_prompt(s["block"], s["chunks"], s["periods"]), s["block"]) for s in sweep["shapes"]]
-    return sum(variants * tokens * tokens // block for tokens, block in longest)
+    return sum(_lookups_of(shape, sweep["residency"]) for shape in sweep["shapes"])
+
+
+def _lookups_of(shape: dict[str, Any], residency: Residency) -> int:
+    block: int = shape["block"]
+    longest = reuse.longest_prompt(block, shape["chunks"], shape["periods"], shape["windows"])
+    groups = 1 + len(shape["chunks"]) + len(shape["windows"])
+    variants = {"all": 1, "every-subset": 1 << groups * (longest // block - 1)}.get(residency, VARIANTS)
+    return variants * len(reuse.prompts(block, longest, shape["edges"])) * (longest // block) // 2
 
 
 def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: int, requests: int = 1) -> dict[str, int]:
@@ -374,7 +392,12 @@ class CellRun:
             judge.judge_case(case, self.arm),
             attempt,
             imported=case["imported"],
-            resolved={"answer": [case["external_tokens"], case["is_async"]], "missing": case["missing"]},
+            resolved={
+                "answer": [case["external_tokens"], case["is_async"]],
+                "missing": case["missing"],
+                "null_copies": case["null_copies"],
+                "null_needed": case["null_needed"],
+            },
             device_hit_tokens=case["prefix"],
             external_hit_tokens=case["external_tokens"],
             reuse_tokens=case["ideal_tokens"],

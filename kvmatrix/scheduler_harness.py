@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from kvmatrix import oracle
+from kvmatrix.oracle import Attention, Needs
 
 MAX_MODEL_LEN_SLACK = 64
 
 
-def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tuple[Any, int]:
-    """A KVCacheConfig with one layer per group; ``chunks`` has None for full attention. Also the page size in bytes."""
+def kv_cache_config(block: int, groups: Sequence[Attention], num_blocks: int) -> tuple[Any, int]:
+    """A KVCacheConfig with one layer per group, and the page size in bytes."""
     import torch
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -28,13 +29,16 @@ def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tu
         KVCacheConfig,
         KVCacheGroupSpec,
         KVCacheTensor,
+        SlidingWindowSpec,
     )
 
     common = {"block_size": block, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    specs = [
-        FullAttentionSpec(**common) if c is None else ChunkedLocalAttentionSpec(**common, attention_chunk_size=c)
-        for c in chunks
-    ]
+    named = {
+        "full": lambda size: FullAttentionSpec(**common),
+        "chunked": lambda size: ChunkedLocalAttentionSpec(**common, attention_chunk_size=size),
+        "sliding": lambda size: SlidingWindowSpec(**common, sliding_window=size),
+    }
+    specs = [named[g.kind](g.size) for g in groups]
     page = specs[0].page_size_bytes
     names = [f"layer.{i}" for i in range(len(specs))]
     placement = {"layers": names, "layer_stride": page * num_blocks, "block_stride": page, "offset": 0}
@@ -42,8 +46,8 @@ def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tu
     if "layers" not in known:  # before vLLM 0.30.0: one tensor shared by layers, without placement
         placement = {"shared_by": names}
     tensor = KVCacheTensor(size=page * num_blocks * len(specs), **placement)
-    groups = [KVCacheGroupSpec([n], s) for n, s in zip(names, specs, strict=True)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups), page
+    layers = [KVCacheGroupSpec([n], s) for n, s in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=layers), page
 
 
 def _vllm_config(max_model_len: int, block: int) -> Any:
@@ -72,6 +76,12 @@ class Loads:
     """``[group][i]``: does block ``prefix / block + i`` get its own copy from the CPU tier."""
     fault: str = ""
     """What is wrong with how it is done, soundness aside: a code, a colon and a sentence. Empty: nothing."""
+    copies: int = 0
+    """Blocks that are copied."""
+    null_copies: int = 0
+    """Of these, with the device's null block for a target: the transfer is wasted, and the KV is nowhere."""
+    null_needed: int = 0
+    """Of ``null_copies``, blocks that attention needs."""
 
 
 def contract_fault(answer: Any, is_async: Any, left: int, block: int) -> str:
@@ -96,12 +106,20 @@ class SchedulerUnderTest:
     Args:
         block: block size of every group, in tokens.
         hash_block: tokens a block hash covers, a divisor of ``block`` (default: ``block``).
-        chunks: per group its attention chunk in tokens, None for full attention; one group must be full.
+        groups: how each group attends; one must be full.
         tokens: longest prompt that will be asked about.
+
+    Raises:
+        Unsupported: this release cannot have such groups.
     """
 
     def __init__(
-        self, block: int, chunks: list[int | None], tokens: int, lazy_offload: bool = False, hash_block: int | None = None
+        self,
+        block: int,
+        groups: Sequence[Attention],
+        tokens: int,
+        lazy_offload: bool = False,
+        hash_block: int | None = None,
     ) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.block_pool import BlockPool
@@ -109,19 +127,25 @@ class SchedulerUnderTest:
         from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
         init_none_hash(sha256)
-        self.block, self.chunks = block, chunks
+        self.block, self.groups = block, groups
         hash_block = hash_block or block
         self.hash_block = hash_block
-        num_blocks = (-(-tokens // block) + 2) * len(chunks) + 2
-        config, page = kv_cache_config(block, chunks, num_blocks)
-        kwargs: dict[str, Any] = {"cpu_capacity_bytes": page * num_blocks * len(chunks), "lazy_offload": lazy_offload}
+        longest = -(-tokens // block)
+        self.needs = Needs(block, groups, longest)
+        num_blocks = (longest + 2) * len(groups) + 2
+        config, page = kv_cache_config(block, groups, num_blocks)
+        kwargs: dict[str, Any] = {"cpu_capacity_bytes": page * num_blocks * len(groups), "lazy_offload": lazy_offload}
         accepted = inspect.signature(SimpleCPUOffloadScheduler).parameters
         for name, size in (("scheduler_block_size", block), ("hash_block_size", hash_block)):
             if name in accepted:
                 kwargs[name] = size
             elif size != block:
                 raise Unsupported(f"refused: this release has no {name}: a block hash covers a whole block")
-        self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
+        try:
+            self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
+        except (AssertionError, NotImplementedError, ValueError) as e:
+            together = ", ".join(map(str, groups))
+            raise Unsupported(f"refused: this release has no scheduler for groups with {together}: {e}") from e
         self.device_pool = BlockPool(num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=hash_block)
         self.scheduler.bind_gpu_block_pool(self.device_pool)
         self.cpu_pool = self.scheduler.cpu_block_pool
@@ -131,6 +155,8 @@ class SchedulerUnderTest:
         """``[group][block of the prompt]``: the CPU tier's block of it, None where it has none."""
         self.pins = hasattr(self.scheduler, "_pending_cpu_hits")
         """Whether this release keeps what a lookup found for the load that follows (from vLLM 0.22.1 on)."""
+        self.skipped = self._skipped(longest)
+        """``[end of a hit, in blocks][group]``: leading blocks that vLLM has no memory for: the null block stands there."""
         self.cpu_free = self.cpu_pool.get_num_free_blocks() if self.cpu_pool else 0
         self.device_free = self.device_pool.get_num_free_blocks() if self.cpu_pool else 0
 
@@ -150,17 +176,22 @@ class SchedulerUnderTest:
 
     def fill_cpu(self, tokens: int, resident: list[list[bool]] | None = None) -> None:
         """Put the blocks of a ``tokens``-long prompt into the CPU tier; ``resident[group][block]`` leaves some out."""
-        everything = [[True] * (tokens // self.block) for _ in self.chunks]
+        everything = [[True] * (tokens // self.block) for _ in self.groups]
         self.refill_cpu(self.request(tokens), resident or everything)
 
-    def _cache(self, pool: Any, request: Any, blocks: list[Any], group: int, indices: Iterable[int]) -> None:
-        """Give ``blocks`` at ``indices`` the hashes of ``request``'s blocks in ``pool``."""
-        for index in indices:
+    def _skipped(self, longest: int) -> list[list[int]]:
+        managers = self.scheduler.cpu_coordinator.single_type_managers if self.cpu_pool else []
+        ends = range(0, longest * self.block + 1, self.block)
+        return [[m.get_num_skipped_tokens(end) // self.block for m in managers] for end in ends]
+
+    def _cache(self, pool: Any, request: Any, blocks: list[Any], group: int, runs: Iterable[tuple[int, int]]) -> None:
+        """Give the ``blocks`` of each run (its first index, the one after its last) the hashes of ``request``'s in ``pool``."""
+        for start, end in runs:
             pool.cache_full_blocks(
                 request=request,
                 blocks=blocks,
-                num_cached_blocks=index,
-                num_full_blocks=index + 1,
+                num_cached_blocks=start,
+                num_full_blocks=end,
                 block_size=self.block,
                 kv_cache_group_id=group,
             )
@@ -172,7 +203,7 @@ class SchedulerUnderTest:
         self.stored = []
         for group, keep in enumerate(resident):
             blocks = self.cpu_pool.get_new_blocks(len(keep))
-            self._cache(self.cpu_pool, request, blocks, group, (i for i, kept in enumerate(keep) if kept))
+            self._cache(self.cpu_pool, request, blocks, group, _runs(keep))
             self.cpu_pool.free_blocks(reversed(blocks))
             self.stored.append([b if kept else None for b, kept in zip(blocks, keep, strict=True)])
 
@@ -185,27 +216,69 @@ class SchedulerUnderTest:
             return self.load(request, prefix, external)
         hit = self.scheduler._pending_cpu_hits.get(request.request_id)
         first, count = prefix // self.block, external // self.block
-        pins, odd, astray = 0, 0, 0
+        if hit is None and external == 0 and self.cpu_pool.get_num_free_blocks() == self.cpu_free:
+            return Loads([[] for _ in self.groups])
+        if hit is not None and tuple(hit[1:]) == (external, prefix)[: len(hit) - 1]:
+            plain = self._plain(hit[0], first, count)
+            if plain is not None:
+                return plain
+        return self._looked_at(hit, prefix, external)
+
+    def _plain(self, answered: Sequence[list[Any]], first: int, count: int) -> Loads | None:
+        """The loads of a hit in which nothing is wrong, told without a look at each block's place; None: look closer.
+
+        Each group answers null blocks and then its own blocks up to the hit's end, each pinned once, and no other is pinned.
+        """
+        loads, null = Loads(), self.cpu_pool.null_block
+        skipped, needed, end = self.skipped[first + count], self.needs.firsts[first + count], first + count
+        for group, blocks in enumerate(answered):
+            if len(blocks) < count:
+                return None
+            padding = 0
+            while padding < count and blocks[padding] is null:
+                padding += 1
+            taken = blocks[padding:count]
+            if taken != self.stored[group][first + padding : end]:
+                return None
+            for block in taken:
+                if block.ref_cnt != 1:
+                    return None
+            loads.copies += count - padding
+            if skipped[group] > first + padding:
+                loads.null_copies += skipped[group] - first - padding
+                loads.null_needed += max(0, skipped[group] - max(first + padding, needed[group]))
+            loads.loaded.append([False] * padding + [True] * (count - padding))
+        return loads if self.cpu_free - self.cpu_pool.get_num_free_blocks() == loads.copies else None
+
+    def _looked_at(self, hit: Any, prefix: int, external: int) -> Loads:
+        """The loads of a hit, each of its blocks looked at, and what is wrong with them."""
+        first, count = prefix // self.block, external // self.block
+        odd, astray = 0, 0
         loads = Loads()
-        for blocks, own in zip(hit[0] if hit else [()] * len(self.chunks), self.stored, strict=True):
+        for group, own in enumerate(self.stored):
             flags = []
-            for block, at in zip(blocks[:count], own[first : first + count], strict=False):
-                if block.is_null:
-                    flags.append(False)
-                    continue
-                pins += 1
-                odd += block.ref_cnt != 1
-                astray += block is not at
+            for index, (block, at) in enumerate(zip((hit[0][group] if hit else ())[:count], own[first:], strict=False)):
+                if not block.is_null:
+                    odd += block.ref_cnt != 1
+                    astray += block is not at
+                    self._count_copy(loads, group, first + index, first + count)
                 flags.append(block is at)
             loads.loaded.append(flags)
         used = self.cpu_free - self.cpu_pool.get_num_free_blocks()
         if astray:
             loads.fault = f"misplaced: {astray} blocks would be loaded with the KV of another position"
-        elif used != pins or odd or (hit is None) != (external == 0):
-            loads.fault = f"mispinned: {used} CPU blocks are pinned for {pins} answered, {odd} of these not just once"
+        elif used != loads.copies or odd or (hit is None) != (external == 0):
+            loads.fault = f"mispinned: {used} CPU blocks are pinned for {loads.copies} answered, {odd} of these not just once"
         elif hit is not None and tuple(hit[1:]) != (external, prefix)[: len(hit) - 1]:
             loads.fault = f"misrecorded: {tuple(hit[1:])} is kept for the load of {external} tokens behind {prefix}"
         return loads
+
+    def _count_copy(self, loads: Loads, group: int, index: int, end: int) -> None:
+        """Count the copy of a group's block for a hit that ends before block ``end``."""
+        loads.copies += 1
+        if index < self.skipped[end][group]:
+            loads.null_copies += 1
+            loads.null_needed += index >= self.needs.firsts[end][group]
 
     def drop_hit(self, request: Any) -> None:
         """Give back what the last lookup pinned, as a request that gets no blocks does."""
@@ -254,36 +327,72 @@ class SchedulerUnderTest:
         from vllm.v1.core.kv_cache_manager import KVCacheBlocks
         from vllm.v1.outputs import KVConnectorOutput
 
-        count = (prefix + external) // self.block
-        per_group = [self.device_pool.get_new_blocks(count) for _ in self.chunks]
+        first, end = prefix // self.block, (prefix + external) // self.block
+        per_group = [self._device_blocks(end, self.skipped[end][group]) for group in range(len(self.groups))]
         for group_id, group in enumerate(per_group):
             # Before vLLM 0.30.0 the connector counts the hashed blocks to learn where the device prefix ends.
-            self._cache(self.device_pool, request, group, group_id, range(prefix // self.block))
+            held = [not block.is_null for block in group[:first]]
+            self._cache(self.device_pool, request, group, group_id, _runs(held))
         blocks = KVCacheBlocks(tuple(per_group))
         self.scheduler.update_state_after_alloc(request, blocks, external)
         state = self.scheduler._reqs_to_load.get(request.request_id)
-        loads = self._loads_of(state.transfer_meta if state is not None else None, per_group, prefix // self.block)
+        loads = self._loads_of(state.transfer_meta if state is not None else None, per_group, first)
         if state is not None:
             self.scheduler.update_connector_output(KVConnectorOutput(finished_recving={request.request_id}))
         self.scheduler._reqs_to_store.pop(request.request_id, None)
         for group in per_group:
-            self.device_pool.free_blocks(reversed(group))
+            self.device_pool.free_blocks([b for b in reversed(group) if not b.is_null])
         return loads
+
+    def _device_blocks(self, end: int, skipped: int) -> list[Any]:
+        """A request's device blocks before block ``end``, as vLLM allocates them: null where attention needs none any more."""
+        return [*[self.device_pool.null_block] * skipped, *self.device_pool.get_new_blocks(end - skipped)]
 
     def _loads_of(self, transfer: Any, per_group: list[list[Any]], first: int) -> Loads:
         """A planned transfer, each of its copies held against the block that was stored for that position."""
         pairs = list(zip(transfer.gpu_block_ids, transfer.cpu_block_ids, strict=True)) if transfer is not None else []
-        sources = dict(pairs)
-        own = {
-            device.block_id: (stored.block_id if stored is not None else None)
-            for group, kept in zip(per_group, self.stored, strict=True)
-            for device, stored in zip(group[first:], kept[first:], strict=False)
-        }
-        astray = sum(own.get(target) != source for target, source in pairs) + len(pairs) - len(sources)
-        loaded = [
-            [d.block_id in sources and sources[d.block_id] == own.get(d.block_id) for d in group[first:]] for group in per_group
-        ]
-        return Loads(loaded, f"misplaced: {astray} of {len(pairs)} copies are of another position" if astray else "")
+        left = set(pairs)
+        loads, astray = Loads(), len(pairs) - len(left)
+        for group, (blocks, kept) in enumerate(zip(per_group, self.stored, strict=True)):
+            flags = []
+            for index in range(first, len(blocks)):
+                stored = kept[index] if index < len(kept) else None
+                pair = (blocks[index].block_id, stored.block_id if stored is not None else None)
+                flags.append(pair in left)
+                if pair in left:
+                    left.remove(pair)
+                    self._count_copy(loads, group, index, len(blocks))
+            loads.loaded.append(flags)
+        astray += len(left)
+        loads.fault = f"misplaced: {astray} of {len(pairs)} copies are of another position" if astray else ""
+        return loads
+
+    def press(self) -> list[Any]:
+        """Let other requests' stores take every free block of the CPU tier: what is not pinned is evicted.
+
+        The blocks come back; :meth:`relieve` ends the stores.
+        """
+        taken: list[Any] = self.cpu_pool.get_new_blocks(self.cpu_pool.get_num_free_blocks())
+        others = {block.block_id for block in taken}
+        self.stored = [[None if b is None or b.block_id in others else b for b in own] for own in self.stored]
+        return taken
+
+    def relieve(self, taken: list[Any]) -> str:
+        """End the stores of :meth:`press`; what is wrong with what survived them, empty when nothing is."""
+        self.cpu_pool.free_blocks(taken)
+        forgotten = sum(b is not None and b.block_hash is None for own in self.stored for b in own)
+        return f"lost: {forgotten} blocks that were pinned are no more in the CPU tier's index" if forgotten else ""
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The stretches of set flags: first index, and index after the last."""
+    start = None
+    for index, flag in enumerate((*flags, False)):
+        if flag and start is None:
+            start = index
+        elif not flag and start is not None:
+            yield start, index
+            start = None
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -295,8 +404,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """
     block, chunks, prompt, prefix = case["block"], case["chunks"], case["prompt"], case["prefix"]
     full = prompt // block
-    resident = [[[g, i] not in case["absent"] for i in range(full)] for g in range(len(chunks))]
-    sut = SchedulerUnderTest(block, chunks, prompt)
+    groups = [oracle.of_chunk(c) for c in chunks]
+    resident = [[[g, i] not in case["absent"] for i in range(full)] for g in range(len(groups))]
+    sut = SchedulerUnderTest(block, groups, prompt)
     sut.fill_cpu(prompt, resident)
     request = sut.request(prompt)
     sut.lookup(request, 0)  # an earlier call on the same request, whose pin the next one must give back
@@ -313,11 +423,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "external_tokens": external,
         "is_async": bool(is_async),
         "loaded_blocks": sum(map(sum, done.loaded)),
+        "null_copies": done.null_copies,
+        "null_needed": done.null_needed,
         "missing": [
-            oracle.missing_blocks(prefix, external, block, c, flags) for c, flags in zip(chunks, done.loaded, strict=True)
+            oracle.missing_blocks(prefix, external, block, g, flags) for g, flags in zip(groups, done.loaded, strict=True)
         ],
-        "ideal_tokens": oracle.longest_sound_hit(prefix, prompt, block, list(zip(chunks, resident, strict=True))),
-        "boundary_resident": oracle.boundary_resident(prefix, block, chunks, resident),
+        "ideal_tokens": oracle.longest_sound_hit(prefix, prompt, block, list(zip(groups, resident, strict=True))),
+        "boundary_resident": oracle.boundary_resident(prefix, block, groups, resident),
         "faults": [f for f in faults if f],
         "leaked_cpu_pins": sut.cpu_free - sut.cpu_pool.get_num_free_blocks(),
         "leaked_device_refs": sut.device_free - sut.device_pool.get_num_free_blocks(),
@@ -329,7 +441,7 @@ class LookupBench:
     """Times ``get_num_new_matched_tokens`` on one geometry whose whole prompt is in the CPU tier."""
 
     def __init__(self, block: int, chunks: list[int | None], prompt: int, prefix: int) -> None:
-        self.sut = SchedulerUnderTest(block, chunks, prompt)
+        self.sut = SchedulerUnderTest(block, [oracle.of_chunk(c) for c in chunks], prompt)
         self.sut.fill_cpu(prompt)
         self.prefix = prefix
         self.request = self.sut.request(prompt)

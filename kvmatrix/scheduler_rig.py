@@ -270,7 +270,7 @@ class Rig:
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
             mixed = num_computed_tokens > 0 and self._servable(request, num_computed_tokens) > 0
             answer = original(request, num_computed_tokens)
-            misaligned = mixed and any(num_computed_tokens % chunk for chunk in self.groups if chunk)
+            misaligned = mixed and any(num_computed_tokens % g.chunk for g in self.groups if g.chunk)
             self.counts["lookups"] += 1
             self.counts["retries"] += request.request_id in self._looked_up
             self._looked_up.add(request.request_id)

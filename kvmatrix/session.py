@@ -14,7 +14,7 @@ from kvmatrix import arms as arms_module
 from kvmatrix import diffs, envs, facts, patch_tools
 from kvmatrix.arms import Arm
 from kvmatrix.cells import ALL, STOCK, Cell, Selection, plan_cells, selected_pins
-from kvmatrix.config import Pin, Project
+from kvmatrix.config import Matrix, Pin, Project
 from kvmatrix.errors import DeviceError, ExitCode, NothingRanError, UsageError
 from kvmatrix.expectations import Expectations, is_problem
 from kvmatrix.forkserver import NEVER_PRELOADED
@@ -36,6 +36,8 @@ class Session:
         self.suite = suite
         self.argv = argv
         self.started = time.monotonic()
+        self.matrix = project.matrix.at_level(selection.level)
+        """What the selection's level has of ``matrix.toml``."""
         self.run = new_run_id()
         self.folder = project.home / "runs" / self.run
         self.diffs = [Path(p) for p in selection.patches if _is_diff(p)]
@@ -78,7 +80,7 @@ class Session:
             self.pins = [p for p in self.pins if p.version in applied]
         self._keep_one_pin_for_perf()
         selection = self.selection.model_copy(update={"pins": tuple(p.version for p in self.pins)})
-        cells = plan_cells(self.project.matrix, selection, self.arm_names)
+        cells = plan_cells(self.matrix, selection, self.arm_names)
         kept = [c for c in cells if c.arm in self.arms_on(c.pin)]
         if not kept:
             arms = ", ".join(self.selection.arms)
@@ -151,7 +153,7 @@ class Session:
             DeviceError: the selected device is not on this machine.
             KvmatrixError: an environment, a patch or the row file is not right.
         """
-        matrix = self.project.matrix
+        matrix = self.matrix
         self._check_devices()
         ready: dict[str, envs.PinEnv] = {}
         ready_arms: dict[tuple[str, str], Arm] = {}
@@ -230,8 +232,8 @@ def _is_diff(patch: str) -> bool:
     return patch.endswith((".diff", ".patch")) or "/" in patch
 
 
-def planned_ids(cells: Sequence[Cell], project: Project) -> list[str]:
-    return [probe_id(c, name) for c in cells for name in probe_names(c, project.matrix)]
+def planned_ids(cells: Sequence[Cell], matrix: Matrix) -> list[str]:
+    return [probe_id(c, name) for c in cells for name in probe_names(c, matrix)]
 
 
 def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvmatrix.config import Geometry, Project, find_project, load_matrix
+from kvmatrix.config import LEVELS, Geometry, Project, find_project, load_matrix
 from kvmatrix.errors import DeviceError, UsageError
 
 
@@ -188,3 +188,31 @@ def test_variables_name_the_root_and_the_home(tmp_path: Path, text: str, monkeyp
 
 def test_the_full_group_past_the_last(tmp_path: Path, text: str) -> None:
     assert "full_at 9 is past the last of 3 groups" in refused(tmp_path, replaced(text, "full_at = 2 }", "full_at = 9 }"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("windows = [2]", "windows = [1]", "to two tokens at least"),
+        ('name = "full"\n', 'name = "one-size"\n', "two sweeps have the same name"),
+        ("windows = [2], periods", "chunks = [8], periods", "must not be summed up"),
+        ('residencies = ["every-subset"]', 'residencies = ["some"]', "residencies"),
+        ("chunks = [32]\nperiods = 4", "chunks = [32, 64]\nperiods = 4", "the class of a hit is told by one chunk size"),
+        ("quick_programs = 20", "quick_programs = 0", "quick_programs"),
+    ],
+)
+def test_a_sweep_that_cannot_be(tmp_path: Path, text: str, old: str, new: str, what: str) -> None:
+    start = text.index("[[scheduler.classes]]")
+    assert what in refused(tmp_path, text[:start] + replaced(text[start:], old, new))
+
+
+def test_what_a_level_has(project: Project) -> None:
+    names = {level: [s.name for s in project.matrix.at_level(level).scheduler.sweeps] for level in LEVELS}
+    assert "one-size" in names["quick"]
+    assert "block-128" not in names["default"]
+    assert names["full"] == [s.name for s in project.matrix.scheduler.sweeps]
+    assert project.matrix.at_level("full") == project.matrix
+
+
+def test_a_control_has_no_chunks(project: Project) -> None:
+    assert [s.name for s in project.matrix.scheduler.sweeps if s.is_control] == ["full", "sliding", "sliding-tiny"]

@@ -319,6 +319,8 @@ def case(arm: Arm) -> Callable[..., dict[str, Any]]:
             "ideal_tokens": 16,
             "is_async": True,
             "missing": [[], []],
+            "null_copies": 1,
+            "null_needed": 0,
             "faults": [],
             "boundary_resident": True,
             "leaked_cpu_pins": 0,
@@ -343,6 +345,7 @@ def test_a_misaligned_case_may_decline(case: Callable[..., dict[str, Any]], arm:
     [
         ({"imported": {}}, "INFRA", "wrong-arm: "),
         ({"missing": [[], [4]]}, "FAIL", "unsound: answers (16, True)"),
+        ({"null_needed": 2}, "FAIL", "unsound: answers (16, True), 2 needed blocks are copied to the null block"),
         ({"leaked_cpu_pins": 1}, "FAIL", "leaked: "),
         ({"leaked_device_refs": 1}, "FAIL", "leaked: "),
         ({"pending_hits": 1}, "FAIL", "leaked: "),
@@ -396,7 +399,17 @@ def test_a_patch_keeps_what_it_promises_in_the_engine(observe: Observe, arm: Arm
 
 # --- the scheduler's sweeps -------------------------------------------------------------------------------------------
 
-SWEPT = {"geometries": 9, "ideal": 64, "kept": 0, "contract": 0, "unsound": 0, "first_unsound": "here", "leaked": 0}
+SWEPT = {
+    "residency": "all",
+    "pressed": 0,
+    "geometries": 9,
+    "ideal": 64,
+    "kept": 0,
+    "contract": 0,
+    "unsound": 0,
+    "first_unsound": "here",
+    "leaked": 0,
+}
 SWEPT |= {"lost_aligned": 0, "first_lost_aligned": "there", "lost_resident": 0, "lost": 0, "misplanned": 0}
 SWEPT |= {"first_lost_resident": "nearby", "first_lost": "far", "first_misplanned": "mispinned: x", "first_contract": "None"}
 
@@ -409,6 +422,7 @@ def test_a_sweep_that_declines_what_is_misaligned_passes(arm: Arm) -> None:
     ("change", "status", "reason"),
     [
         ({"ideal": 0}, "INFRA", "vacuous: "),
+        ({"residency": "evicted-pinned"}, "INFRA", "vacuous: no hit of 9 geometries was held while the CPU tier was filled"),
         ({"contract": 1}, "FAIL", "contract: 1 lookups in 9 geometries, first None"),
         ({"misplanned": 5}, "FAIL", "mispinned: x, the first of 5 in 9 geometries"),
         ({"unsound": 2}, "FAIL", "unsound: 2 of 9 geometries, first here"),

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
+from kvmatrix import oracle
 from kvmatrix.engine import Generation
 from kvmatrix.probes import PROBES, logprob_error, plan, random_prompt, reference_comparison
 
-CHUNKS = [128, None]
+GROUPS = [oracle.chunked(128), oracle.FULL]
 NAN = float("nan")
 
 
@@ -36,7 +37,7 @@ def generation(*steps: dict[int, float], tokens: list[int] | None = None) -> Gen
     ],
 )
 def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> None:
-    p = plan(probe, prompt=161, prefix=32, block=32, chunks=CHUNKS)
+    p = plan(probe, prompt=161, prefix=32, block=32, groups=GROUPS)
     assert (p.device_tokens, p.cpu_tokens, p.reuse_tokens, p.needed_loads) == (device, cpu, reuse, loads)
     assert p.gone_blocks == (1 if probe == "mixed-head-gone" else 0)
 
@@ -55,17 +56,17 @@ def test_plans(probe: str, device: int, cpu: int, reuse: int, loads: int) -> Non
 )
 def test_plans_with_a_sliding_window(prompt: int, prefix: int, window: int, loads: int) -> None:
     """Blocks of the full group, and those of the other one that the window reaches back to."""
-    groups: dict[str, list[int | None]] = {"chunks": [None, None], "windows": [None, window]}
-    p = plan("mixed-misaligned", prompt=prompt, prefix=prefix, block=32, **groups)  # type: ignore[arg-type]
+    groups = [oracle.FULL, oracle.sliding(window)]
+    p = plan("mixed-misaligned", prompt=prompt, prefix=prefix, block=32, groups=groups)
     assert (p.device_tokens, p.reuse_tokens, p.needed_loads) == (prefix, prompt - 1 - prefix, loads)
 
 
 def test_a_plan_with_two_chunk_sizes() -> None:
     """Aligned means aligned for both."""
-    two: list[int | None] = [64, 128, None]
-    aligned = plan("mixed-aligned", prompt=225, prefix=96, block=32, chunks=two)
+    two = [oracle.chunked(64), oracle.chunked(128), oracle.FULL]
+    aligned = plan("mixed-aligned", prompt=225, prefix=96, block=32, groups=two)
     assert (aligned.device_tokens, aligned.needed_loads) == (128, 1 + 3 + 3)
-    assert plan("mixed-misaligned", prompt=225, prefix=96, block=32, chunks=two).needed_loads == 1 + 3 + 4
+    assert plan("mixed-misaligned", prompt=225, prefix=96, block=32, groups=two).needed_loads == 1 + 3 + 4
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_plan_with_two_chunk_sizes() -> None:
         ("mixed-misaligned", {"prompt": 33}),
         ("mixed-head-gone", {"prompt": 33}),
         ("mixed-aligned", {"prompt": 129}),
-        ("mixed-aligned", {"chunks": [None]}),
+        ("mixed-aligned", {"groups": [oracle.FULL]}),
         ("mixed-misaligned", {"prefix": 128}),
         ("follow-up", {"prefix": 128}),
         ("batch", {"prefix": 160}),
@@ -86,11 +87,24 @@ def test_a_plan_with_two_chunk_sizes() -> None:
 )
 def test_a_geometry_that_cannot_establish_its_probe(probe: str, change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"\S"):
-        plan(probe, **{"prompt": 161, "prefix": 32, "block": 32, "chunks": CHUNKS} | change)  # type: ignore[arg-type]
+        plan(probe, **{"prompt": 161, "prefix": 32, "block": 32, "groups": GROUPS} | change)  # type: ignore[arg-type]
+
+
+def test_a_resumed_hit_may_end_behind_the_prompt() -> None:
+    """Its request has generated tokens by then: the fewest loads count, here those of a hit that ends on the boundary."""
+    groups = [oracle.chunked(64), oracle.chunked(64), oracle.FULL]
+
+    def loads(new_tokens: int) -> int:
+        asked = plan("preempted-loading", prompt=191, prefix=96, block=32, groups=groups, new_tokens=new_tokens)
+        return asked.needed_loads
+
+    first, second = (1 + 1 + 2), (1 + 1 + 5)  # up to 160: from 96, and from 0
+    assert loads(1) == first + second + first
+    assert loads(2) == first + second + (0 + 0 + 3)  # up to 192
 
 
 def test_the_requests_of_a_batch() -> None:
-    asked = plan("batch", prompt=161, prefix=32, block=32, chunks=CHUNKS).requests
+    asked = plan("batch", prompt=161, prefix=32, block=32, groups=GROUPS).requests
     assert [(r.device_tokens, r.reuse_tokens, r.aligned) for r in asked] == [
         (32, 128, False),
         (0, 160, True),
@@ -98,9 +112,9 @@ def test_the_requests_of_a_batch() -> None:
         (0, 0, True),
     ]
     # Without a boundary before the end of the hit, the third has a longer misaligned prefix; without chunks all are aligned.
-    short = plan("batch", prompt=129, prefix=32, block=32, chunks=CHUNKS).requests
+    short = plan("batch", prompt=129, prefix=32, block=32, groups=GROUPS).requests
     assert [(r.device_tokens, r.aligned) for r in short] == [(32, False), (0, True), (64, False), (0, True)]
-    full = plan("batch", prompt=161, prefix=32, block=32, chunks=[None]).requests
+    full = plan("batch", prompt=161, prefix=32, block=32, groups=[oracle.FULL]).requests
     assert [(r.device_tokens, r.aligned) for r in full] == [(32, True), (0, True), (128, True), (0, True)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvmatrix import protocol, reuse
+from kvmatrix.oracle import Attention
 from kvmatrix.protocol import CHECKS
 from kvmatrix.reuse import Resident
 from kvmatrix.scheduler_harness import Loads, Unsupported, contract_fault
@@ -23,8 +24,8 @@ class FakeSut:
     broken = ""
     pins = True
 
-    def __init__(self, block: int, chunks: list[int | None], tokens: int, lazy_offload: bool, hash_block: int) -> None:
-        self.block, self.chunks, self.hash_block = block, chunks, hash_block
+    def __init__(self, block: int, groups: list[Attention], tokens: int, lazy_offload: bool, hash_block: int) -> None:
+        self.block, self.groups, self.hash_block = block, groups, hash_block
         self.hits: dict[int, int] = {}
         self.leaked = 0
         self.empty = False
@@ -66,14 +67,14 @@ class FakeSut:
 
     def planned(self, request: Any, prefix: int, external: int) -> Loads:
         return Loads(
-            [[True] * (external // self.block) for _ in self.chunks], "mispinned: x" if self.broken == "planned" else ""
+            [[True] * (external // self.block) for _ in self.groups], "mispinned: x" if self.broken == "planned" else ""
         )
 
     def load(self, request: Any, prefix: int, external: int) -> Loads:
         hit = self.hits.pop(request.id, 0)
         self.leaked += self.broken == "fewer" and external < hit
         count = external // self.block - (self.broken == "loads-less")
-        return Loads([[True] * count for _ in self.chunks], "misplaced: x" if self.broken == "load" else "")
+        return Loads([[True] * count for _ in self.groups], "misplaced: x" if self.broken == "load" else "")
 
     def finished(self, request: Any, block_ids: list[int]) -> None:
         if self.broken != "finished":
@@ -138,7 +139,7 @@ def test_what_each_check_sees(tried: Run, check: str, broken: str, code: str) ->
     found = tried(check, broken)
     assert 0 < found["faults"] <= found["asked"]
     assert found["first_fault"].startswith(code)
-    assert ", block 4, groups [None, 8], prompt " in found["first_fault"]
+    assert ", block 4, chunks [8], prompt " in found["first_fault"]
 
 
 @pytest.mark.parametrize("check", ["reset", "skips-cache", "inside-a-block"])

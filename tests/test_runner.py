@@ -12,7 +12,7 @@ from conftest import kv_group
 from kvmatrix import probes, runner
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
-from kvmatrix.config import Project
+from kvmatrix.config import LEVELS, Project
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import DiskError, InfraError
 from kvmatrix.expectations import Expectations, is_problem
@@ -429,6 +429,8 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
             "ideal_tokens": 64 if case["prefix"] in (16, 144) else 16,
             "is_async": True,
             "loaded_blocks": 5,
+            "null_copies": 1,
+            "null_needed": 0,
             "missing": [[], [4]] if case["prefix"] in (16, 144) else [[], []],
             "faults": [],
             "boundary_resident": True,
@@ -439,15 +441,18 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
         }
         for case in cases
     ]
-    sweeps = runner.scheduler_sweeps(project.matrix)
-    found = {"geometries": 9, "ideal": 64, "kept": 32, "contract": 0, "unsound": 2, "first_unsound": "here", "seconds": 0.5}
+    sweeps = [*runner.class_sweeps(project.matrix), *runner.scheduler_sweeps(project.matrix)]
+    sums = {"residency": "all", "geometries": 9, "ideal": 64, "kept": 32, "seconds": 0.5, "first_unsound": "here"}
+    sums |= dict.fromkeys(("contract", "misplanned", "leaked", "lost_aligned"), 0)
+    wrong = {s["name"]: {"class-corrupt": 9}.get(s["name"], 2 * s["name"].startswith("reuse-")) for s in sweeps}
+    assert list(wrong)[:4] == ["class-aligned", "class-corrupt", "class-safe-short", "class-safe-crossing"]
     sent = {"type": "sweep", "imported": STOCK.expected}
     checks = runner.scheduler_protocol(project.matrix)
     tried = {"type": "protocol", "imported": STOCK.expected}
     messages += [tried | {"name": checks[0]["name"], "refused": "refused: not there yet"}]
     messages += [tried | {"name": c["name"], "tried": {"asked": 3, "faults": 0, "first_fault": ""}} for c in checks[1:]]
     messages += [sent | {"name": sweeps[0]["name"], "refused": "refused: no such shape"}]
-    messages += [sent | {"name": s["name"], "totals": found} for s in sweeps[1:]]
+    messages += [sent | {"name": s["name"], "totals": sums | {"unsound": wrong[s["name"]]}} for s in sweeps[1:]]
     searches = runner.stateful_tests(project.matrix)
     broken = {"violation": "unsound: token 20", "program": "add(0)", "seconds": 0.5}
     sent = {"type": "stateful", "imported": STOCK.expected}
@@ -467,10 +472,13 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     assert all(r.sweep == broken for r in searched)
     refused, *swept = rows[len(cases) + len(checks) : -len(searches)]
     assert (refused.status, refused.reason) == ("UNSUPPORTED", "refused: no such shape")
-    assert {(r.status, r.reason, r.reuse_tokens, r.external_hit_tokens) for r in swept} == {
-        ("FAIL", "unsound: 2 of 9 geometries, first here", 64, 32)
+    assert {(r.status, r.reason) for r in swept} == {
+        ("FAIL", "unsound: 2 of 9 geometries, first here"),
+        ("FAIL", "unsound: 9 of 9 geometries, first here"),
+        ("PASS", ""),
     }
-    assert all(r.sweep == found for r in swept)
+    assert {(r.reuse_tokens, r.external_hit_tokens) for r in swept} == {(64, 32)}
+    assert all(r.sweep == sums | {"unsound": wrong[r.probe]} for r in swept)
     assert not any(map(is_problem, rows))
     assert ctx.pool.sent[0]["kind"] == "scheduler"
     assert [s["name"] for s in ctx.pool.sent[0]["sweeps"]] == [s["name"] for s in sweeps]
@@ -495,7 +503,38 @@ def test_an_arm_that_is_followed_to_its_first_failure(
     assert ctx.pool.jobs[0].killed
     sizes = [runner._lookups(s) for s in ctx.pool.sent[0]["sweeps"]]
     assert sizes == sorted(sizes)
-    assert len(sizes) == len(runner.scheduler_sweeps(project.matrix))
+    assert len(sizes) == len(runner.class_sweeps(project.matrix)) + len(runner.scheduler_sweeps(project.matrix))
+
+
+@pytest.mark.parametrize(("name", "unsound"), [("corrupt", 8), ("safe-short", 1), ("safe-crossing", 1), ("aligned", 1)])
+def test_stock_must_be_wrong_in_all_of_the_class_corrupt_and_in_no_other(
+    run: Callable[..., Any], make_cell: Callable[..., Cell], name: str, unsound: int
+) -> None:
+    sums = {
+        "residency": "all",
+        "geometries": 9,
+        "ideal": 64,
+        "kept": 32,
+        "seconds": 0.5,
+        "first_unsound": "here",
+        "contract": 0,
+    }
+    totals = {"unsound": unsound, **sums}
+    message = {"type": "sweep", "name": f"class-{name}", "imported": STOCK.expected, "totals": totals}
+    rows, _ = run(([message, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
+    assert [is_problem(r) for r in rows if r.probe == f"class-{name}"] == [True]
+
+
+def test_a_selections_level(project: Project, make_cell: Callable[..., Cell]) -> None:
+    """What a selection's matrix has, its planned rows have, and no more."""
+    cell = make_cell(tier="scheduler", chunk=64, block=16, prompt=81)
+    quick, default, full = (runner.probe_names(cell, project.matrix.at_level(level)) for level in LEVELS)
+    assert set(quick) < set(default) < set(full) == set(runner.probe_names(cell, project.matrix))
+    programs = {runner.stateful_tests(project.matrix.at_level(level))[0]["programs"] for level in LEVELS}
+    assert len(programs) == 2
+    names = [s["name"] for s in runner.scheduler_sweeps(project.matrix)]
+    assert {"control-sliding-all", "control-full-all", "reuse-windows-all", "reuse-pressed-evicted-pinned"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 def test_what_a_child_is_sent(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvmatrix.oracle import FULL, chunked, sliding
 from kvmatrix.scheduler_harness import SchedulerUnderTest, Unsupported
 
-CHUNKS = [None, 64]
+GROUPS = [FULL, chunked(64)]
 
 
 @dataclass
@@ -79,6 +83,7 @@ def release(monkeypatch: pytest.MonkeyPatch, scheduler: type[Known], tensor: typ
         "vllm.v1.kv_cache_interface": {
             "ChunkedLocalAttentionSpec": spec,
             "FullAttentionSpec": spec,
+            "SlidingWindowSpec": spec,
             "KVCacheConfig": SimpleNamespace,
             "KVCacheGroupSpec": lambda layers, spec: SimpleNamespace(layers=layers, spec=spec),
             "KVCacheTensor": tensor,
@@ -93,7 +98,7 @@ def release(monkeypatch: pytest.MonkeyPatch, scheduler: type[Known], tensor: typ
 @pytest.mark.parametrize(("scheduler", "tensor"), [(First, OldTensor), (Second, OldTensor), (Second, NewTensor)])
 def test_each_constructor_gets_its_block_size(monkeypatch: pytest.MonkeyPatch, scheduler: type[Known], tensor: type) -> None:
     release(monkeypatch, scheduler, tensor)
-    made = SchedulerUnderTest(16, CHUNKS, 81, lazy_offload=True)
+    made = SchedulerUnderTest(16, GROUPS, 81, lazy_offload=True)
     assert (made.scheduler.sizes, made.scheduler.lazy) == ((16, 16), True)
     assert made.scheduler.device_pool is made.device_pool
     [shared] = made.scheduler.config.kv_cache_tensors
@@ -102,10 +107,125 @@ def test_each_constructor_gets_its_block_size(monkeypatch: pytest.MonkeyPatch, s
 
 def test_smaller_hash_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     release(monkeypatch, Second, NewTensor)
-    assert SchedulerUnderTest(16, CHUNKS, 81, hash_block=8).scheduler.sizes == (16, 8)
+    assert SchedulerUnderTest(16, GROUPS, 81, hash_block=8).scheduler.sizes == (16, 8)
 
 
 def test_smaller_hash_blocks_where_a_hash_covers_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     release(monkeypatch, First, OldTensor)
     with pytest.raises(Unsupported, match="no hash_block_size"):
-        SchedulerUnderTest(16, CHUNKS, 81, hash_block=8)
+        SchedulerUnderTest(16, GROUPS, 81, hash_block=8)
+
+
+def test_groups_that_a_release_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, scheduler_block_size: int, hash_block_size: int, **kwargs: Any) -> None:
+        raise AssertionError("two kinds of groups at most")
+
+    release(monkeypatch, refuse, NewTensor)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="groups with full attention, chunk 64, window 40: two kinds of groups at most"):
+        SchedulerUnderTest(16, [*GROUPS, sliding(40)], 81)
+
+
+# --- the real scheduler -----------------------------------------------------------------------------------------------
+
+REAL = """
+import json
+from dataclasses import asdict
+from kvmatrix import reuse
+from kvmatrix.oracle import FULL, chunked, sliding
+from kvmatrix.scheduler_harness import SchedulerUnderTest
+
+found = {}
+groups = [FULL, chunked(64), sliding(40), sliding(33), chunked(48)]
+sut = SchedulerUnderTest(16, groups, 400)
+found["skipped"], found["first needed"] = sut.skipped, sut.needs.firsts
+
+
+def looked_up(press):
+    sut = SchedulerUnderTest(16, [FULL, chunked(64)], 97)
+    sut.fill_cpu(97)
+    request = sut.request(97)
+    external, _ = sut.ask(request, 48)
+    planned = sut.planned(request, 48, external)
+    faults = press(sut, request, external)
+    return asdict(planned), [f for f in faults if f] + [sut.left_behind()]
+
+
+def survives(sut, request, external):
+    taken = sut.press()
+    done = sut.load(request, 48, external)
+    found["loaded"] = asdict(done)
+    return [done.fault, sut.relieve(taken)]
+
+
+def unpinned(sut, request, external):
+    sut.cpu_pool.free_blocks(b for g in sut.scheduler._pending_cpu_hits[request.request_id][0] for b in g if not b.is_null)
+    taken = sut.press()
+    done = sut.load(request, 48, external)
+    return [done.fault]
+
+
+def forgotten(sut, request, external):
+    taken = sut.press()
+    next(b for g in sut.scheduler._pending_cpu_hits[request.request_id][0] for b in g if not b.is_null).reset_hash()
+    sut.load(request, 48, external)
+    return [sut.relieve(taken)]
+
+
+def pinned_twice(sut, request, external):
+    blocks = [b for b in sut.scheduler._pending_cpu_hits[request.request_id][0][0]][:1]
+    sut.cpu_pool.touch(blocks)
+    fault = sut.planned(request, 48, external).fault
+    sut.let_go()
+    return [fault]
+
+
+for press in (survives, unpinned, forgotten, pinned_twice):
+    found[press.__name__] = looked_up(press)
+
+shape = {"block": 4, "hash_block": 4, "chunks": [8], "windows": [6], "full_at": 1, "periods": 3}
+plain = SchedulerUnderTest._plain
+for way in (plain, lambda *_: None):
+    SchedulerUnderTest._plain = way
+    totals = reuse.sweep([shape], "random")
+    found["plain" if way is plain else "looked at"] = {k: v for k, v in totals.items() if k not in ("started", "seconds")}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def real(run_in_env: Callable[..., subprocess.CompletedProcess[str]]) -> dict[str, Any]:
+    """What the default pin's stock scheduler did with the harness."""
+    done = run_in_env(REAL, CUDA_VISIBLE_DEVICES="", VLLM_PLUGINS="kvmatrix")
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def test_vllm_drops_just_the_blocks_that_the_oracle_does_not_need(real: dict[str, Any]) -> None:
+    """What the next token sees is told by vLLM's own managers and by the definition of each kind of attention alike."""
+    assert real["skipped"] == real["first needed"]
+    assert real["skipped"][7] == [0, 4, 4, 5, 6]
+
+
+def test_copies_to_the_null_block_are_the_same_planned_and_done(real: dict[str, Any]) -> None:
+    """48 to 96: of the chunked group's three blocks the first lies before the boundary at 64."""
+    planned, faults = real["survives"]
+    assert (planned["copies"], planned["null_copies"], planned["null_needed"]) == (6, 1, 0)
+    assert planned["loaded"] == [[True] * 3] * 2
+    assert real["loaded"] == planned
+    assert faults == [""]
+
+
+def test_a_hit_that_was_not_pinned_does_not_survive(real: dict[str, Any]) -> None:
+    assert real["unpinned"][1][0].startswith("misplaced: 6 of 6 copies")
+    assert real["forgotten"][1][0] == "lost: 1 blocks that were pinned are no more in the CPU tier's index"
+
+
+def test_a_block_that_is_pinned_twice_is_seen(real: dict[str, Any]) -> None:
+    assert real["pinned_twice"][1] == ["mispinned: 6 CPU blocks are pinned for 6 answered, 1 of these not just once", ""]
+
+
+def test_the_short_way_tells_what_the_long_one_does(real: dict[str, Any]) -> None:
+    assert real["plain"] == real["looked at"]
+    assert real["plain"]["unsound"] > 0
+    assert real["plain"]["null_copies"] > 0

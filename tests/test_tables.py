@@ -278,6 +278,49 @@ def test_reuse_kept(make_row: MakeRow) -> None:
     assert "one-size" not in tables.lookups([stock, fix])
 
 
+SCHEDULER = {"tier": "scheduler", "chunk": 64, "block": 16}
+
+
+def swept(make_row: MakeRow, name: str, cell: dict[str, Any], started: float, **sums: int) -> ProbeRow:
+    totals = {"geometries": 1000, "ideal": 64, "kept": 48, "unsound": 0, "copies": 20, "null_copies": 5, "null_needed": 0}
+    return make_row(name, "PASS", SCHEDULER | cell, sweep=totals | sums | {"started": started, "seconds": 2.0})
+
+
+def test_the_line_of_the_scheduler_tier(make_row: MakeRow) -> None:
+    """Classes are not counted twice, controls keep all whatever the arm, and the time is that from first to last."""
+    rows = [
+        swept(make_row, "class-corrupt", {}, 1000.0),
+        swept(make_row, "reuse-a-all", {}, 1010.0, unsound=7),
+        swept(make_row, "reuse-b-all", {}, 1012.0, kept=0),
+        swept(make_row, "control-c-all", {}, 1014.0, kept=64),
+        swept(make_row, "reuse-a-all", FIX, 1099.0, kept=64),
+    ]
+    assert tables.sweep_lines(rows) == [
+        "scheduler tier: 4,000 geometries on 2 arms in 101 s, vLLM 0.32.0; reuse kept of what can soundly be served:"
+        " stock 37.5 % (7 geometries unsound), fix 100 %"
+    ]
+    assert tables.sweep_lines(rows[-1:])[0].startswith("scheduler tier: 1,000 geometries on 1 arm in 2 s, ")
+
+
+def test_rows_without_their_times_give_no_line(make_row: MakeRow) -> None:
+    old = make_row("reuse-a-all", "PASS", SCHEDULER, sweep={"geometries": 9, "ideal": 64, "kept": 64, "unsound": 0})
+    assert tables.sweep_lines([old]) == []
+    assert tables.null_copies([old]) == ""
+
+
+def test_copies_to_the_null_block(make_row: MakeRow) -> None:
+    rows = [
+        swept(make_row, "class-safe-short", {}, 0.0),
+        swept(make_row, "class-safe-short", FIX, 0.0, null_copies=0, null_needed=0),
+        swept(make_row, "class-corrupt", {}, 0.0, null_copies=4321, copies=9876, null_needed=3),
+        swept(make_row, "reuse-a-all", {}, 0.0),
+    ]
+    assert cells(tables.null_copies(rows)) == [
+        ["safe-short", "1,000", "5 of 20 (0)", "0 of 20 (0)"],
+        ["corrupt", "1,000", "4,321 of 9,876 (3)", "NOT_RUN"],
+    ]
+
+
 # --- performance tables -----------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,11 @@ REUSE = (
     "External tokens that are soundly served, of all that could be, over every small geometry; in brackets the same where the"
     " CPU tier also holds the blocks between the chunk boundary and the device prefix's end."
 )
+NULL_COPIES = (
+    "Copies that a planned load aims at the device's null block, of all its copies; in brackets those of blocks that attention"
+    " needs. The null block stands for what is out of every later token's sight: such a copy does no harm, and its transfer is"
+    " wasted. Were the block needed, its KV would be lost and the hit unsound."
+)
 
 
 def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
@@ -93,6 +98,9 @@ def conformance_summary(rows: Sequence[ProbeRow], notes: Sequence[str] = ()) -> 
         parts.append(tables.lookups(rows))
     if any(tables.is_sweep(r) for r in rows):
         parts.append(f"{REUSE}\n\n{tables.reuse(rows)}")
+    if copies := tables.null_copies(rows):
+        parts.append(f"{NULL_COPIES}\n\n{copies}")
+    parts += tables.sweep_lines(rows)
     if any(r.probe == "mixed-head-gone" for r in rows):
         parts.append(f"{HEAD_GONE}\n\n{tables.qualification(rows, 'mixed-head-gone')}")
     if any(r.cell["tier"] == "llm" for r in rows):
@@ -132,7 +140,9 @@ def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
         parts += ["## Not run, or not as expected", left_out]
     parts += ["## Lookup, real scheduler, no model", tables.lookups(rows)]
     if any(tables.is_sweep(r) for r in rows):
-        parts += ["## Reuse kept", REUSE, tables.reuse(rows)]
+        parts += ["## Reuse kept", *tables.sweep_lines(rows), REUSE, tables.reuse(rows)]
+    if copies := tables.null_copies(rows):
+        parts += ["## Copies to the null block", NULL_COPIES, copies]
     if perf is not None:
         parts += ["## Performance", perf_summary([r for r in perf if isinstance(r, PerfRow)])]
     parts.append(_folded("All probes", tables.probes(rows)))

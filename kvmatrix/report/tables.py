@@ -193,8 +193,12 @@ def _by_case(rows: Sequence[ProbeRow]) -> tuple[dict[tuple[str, str], dict[str, 
     return cases, list(dict.fromkeys(r.cell["arm"] for r in rows))
 
 
+CLASS, REUSE, CONTROL = "class-", "reuse-", "control-"
+"""What the names of sweeps begin with: a class of hits by itself, shapes with chunked-local groups, and those without."""
+
+
 def is_sweep(row: ProbeRow) -> bool:
-    return row.probe.startswith("reuse-")
+    return row.probe.startswith((CLASS, REUSE, CONTROL))
 
 
 def reuse(rows: Sequence[ProbeRow]) -> str:
@@ -208,8 +212,65 @@ def reuse(rows: Sequence[ProbeRow]) -> str:
     for (pin, name), by_arm in cases.items():
         sums = next((r.sweep for r in by_arm.values() if r.sweep), {})
         shown = [f"{sums[key]:,}" for key in ("geometries", "ideal")] if sums else ["", ""]
-        body.append([pin, name.removeprefix("reuse-"), *shown, *(_share(by_arm.get(a)) for a in arms)])
+        body.append([pin, name.removeprefix(REUSE), *shown, *(_share(by_arm.get(a)) for a in arms)])
     return _without_single_pin(["vLLM", "shapes, CPU tier", "geometries", "servable tokens", *arms], body)
+
+
+def null_copies(rows: Sequence[ProbeRow]) -> str:
+    """Per class of a mixed hit: of the blocks that each arm copies, those with the device's null block for a target.
+
+    In brackets, those among them that attention needs. Empty where no class was asked.
+    """
+    cases, arms = _by_case([r for r in rows if r.probe.startswith(CLASS) and r.sweep])
+    body = []
+    for (pin, name), by_arm in cases.items():
+        geometries = next(iter(by_arm.values())).sweep["geometries"]
+        body.append([pin, name.removeprefix(CLASS), f"{geometries:,}", *(_null_copies(by_arm.get(a)) for a in arms)])
+    return _without_single_pin(["vLLM", "class of the hit", "geometries", *arms], body) if body else ""
+
+
+def _null_copies(row: ProbeRow | None) -> str:
+    if row is None:
+        return "NOT_RUN"
+    s = row.sweep
+    return f"{s['null_copies']:,} of {s['copies']:,} ({s['null_needed']:,})"
+
+
+def sweep_lines(rows: Sequence[ProbeRow]) -> list[str]:
+    """Per pin a sentence: how many geometries were asked, of how many arms, how long it took, and the reuse that each arm kept.
+
+    The geometries of the classes are among those of the sweeps, and are not counted twice. The time is from the start of the
+    first sweep to the end of the last one; rows that do not have it give no sentence.
+    """
+    timed = [r for r in rows if is_sweep(r) and "started" in r.sweep]
+    return [_sweep_line(pin, [r for r in timed if r.cell["pin"] == pin]) for pin in dict.fromkeys(r.cell["pin"] for r in timed)]
+
+
+def _sweep_line(pin: str, rows: Sequence[ProbeRow]) -> str:
+    counted = [r for r in rows if not r.probe.startswith(CLASS)]
+    arms = list(dict.fromkeys(r.cell["arm"] for r in rows))
+    took = max(_end(r) for r in rows) - min(float(r.sweep["started"]) for r in rows)
+    asked = _total(counted, "geometries")
+    kept = [_arm_reuse(arm, [r for r in counted if r.cell["arm"] == arm and r.probe.startswith(REUSE)]) for arm in arms]
+    several = "s" if len(arms) > 1 else ""
+    return (
+        f"scheduler tier: {asked:,} geometries on {len(arms)} arm{several} in {took:.0f} s, vLLM {pin};"
+        f" reuse kept of what can soundly be served: {', '.join(kept)}"
+    )
+
+
+def _arm_reuse(arm: str, rows: Sequence[ProbeRow]) -> str:
+    unsound = _total(rows, "unsound")
+    shown = f"{arm} {percent(_total(rows, 'kept'), _total(rows, 'ideal'))}"
+    return shown + (f" ({unsound:,} geometries unsound)" if unsound else "")
+
+
+def _end(row: ProbeRow) -> float:
+    return float(row.sweep["started"]) + float(row.sweep["seconds"])
+
+
+def _total(rows: Sequence[ProbeRow], what: str) -> int:
+    return sum(int(r.sweep[what]) for r in rows)
 
 
 def _share(row: ProbeRow | None) -> str:
