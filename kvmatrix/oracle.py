@@ -11,11 +11,20 @@ import math
 from collections.abc import Sequence
 
 
+class Window(int):
+    """A sliding window in tokens, in place of a chunk: a token sees that many, itself among them."""
+
+    def __repr__(self) -> str:
+        return f"window {int(self)}"
+
+
 def first_needed_token(end: int, chunk: int | None) -> int:
     """First cached token that the token at ``end`` or any later one can attend to; ``end`` itself when there is none.
 
-    ``chunk`` is the group's ``attention_chunk_size`` in tokens, None for full attention.
+    ``chunk`` is the group's ``attention_chunk_size`` in tokens, None for full attention, a :class:`Window` for a sliding one.
     """
+    if isinstance(chunk, Window):
+        return max(0, end - chunk + 1)
     return 0 if chunk is None else end // chunk * chunk
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,18 @@ BUDGET = 16
 """Most tokens that a step may compute: long prompts take several steps, and lazy mode has a free queue to watch over."""
 MAX_REQUESTS = 4
 """Requests that run side by side."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM says for each scheduler that it is made, and for each reset that it is refused."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _TextModel:
@@ -39,7 +53,7 @@ NO_ADMISSION = (
 )
 
 
-def _vllm_config(lazy: bool) -> Any:
+def vllm_config(lazy: bool) -> Any:
     """A real VllmConfig, but for the model: none is needed, and to read one takes seconds."""
     from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 
@@ -92,7 +106,7 @@ class Factory:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         try:
-            self._config = _vllm_config(lazy)
+            self._config = vllm_config(lazy)
             self.scheduler(self.least_blocks, self.least_blocks)
         except (TypeError, AttributeError, ValueError) as e:
             raise Unsupported(f"refused: this release's scheduler cannot be built without a model: {e}") from e

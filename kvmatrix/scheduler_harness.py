@@ -19,22 +19,24 @@ from kvmatrix import oracle
 MAX_MODEL_LEN_SLACK = 64
 
 
-def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tuple[Any, int]:
-    """A KVCacheConfig with one layer per group; ``chunks`` has None for full attention. Also the page size in bytes."""
+def group_spec(block: int, chunk: int | None) -> Any:
+    """vLLM's spec of a small layer: full attention (None), a sliding window (:class:`kvmatrix.oracle.Window`), or chunks."""
     import torch
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
     common = {"block_size": block, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    specs = [
-        FullAttentionSpec(**common) if c is None else ChunkedLocalAttentionSpec(**common, attention_chunk_size=c)
-        for c in chunks
-    ]
+    if chunk is None:
+        return FullAttentionSpec(**common)
+    if isinstance(chunk, oracle.Window):
+        return SlidingWindowSpec(**common, sliding_window=int(chunk))
+    return ChunkedLocalAttentionSpec(**common, attention_chunk_size=chunk)
+
+
+def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tuple[Any, int]:
+    """A KVCacheConfig with one layer per group; ``chunks`` is as :func:`group_spec` takes it. Also the page size in bytes."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    specs = [group_spec(block, c) for c in chunks]
     page = specs[0].page_size_bytes
     names = [f"layer.{i}" for i in range(len(specs))]
     placement = {"layers": names, "layer_stride": page * num_blocks, "block_stride": page, "offset": 0}
@@ -46,7 +48,7 @@ def kv_cache_config(block: int, chunks: list[int | None], num_blocks: int) -> tu
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups), page
 
 
-def _vllm_config(max_model_len: int, block: int) -> Any:
+def vllm_config(max_model_len: int, block: int) -> Any:
     """The few fields of VllmConfig that the offload scheduler and its coordinator read."""
     return SimpleNamespace(
         kv_events_config=None,
@@ -121,7 +123,7 @@ class SchedulerUnderTest:
                 kwargs[name] = size
             elif size != block:
                 raise Unsupported(f"refused: this release has no {name}: a block hash covers a whole block")
-        self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
+        self.scheduler = SimpleCPUOffloadScheduler(vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
         self.device_pool = BlockPool(num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=hash_block)
         self.scheduler.bind_gpu_block_pool(self.device_pool)
         self.cpu_pool = self.scheduler.cpu_block_pool
@@ -134,8 +136,11 @@ class SchedulerUnderTest:
         self.cpu_free = self.cpu_pool.get_num_free_blocks() if self.cpu_pool else 0
         self.device_free = self.device_pool.get_num_free_blocks() if self.cpu_pool else 0
 
-    def request(self, tokens: int) -> Any:
-        """A fresh request whose prompt is token ids 0..tokens-1, so that longer prompts share shorter ones' prefixes."""
+    def request(self, tokens: int, **sampling: Any) -> Any:
+        """A fresh request whose prompt is token ids 0..tokens-1, so that longer prompts share shorter ones' prefixes.
+
+        ``sampling``: further arguments of its ``SamplingParams``.
+        """
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -143,7 +148,7 @@ class SchedulerUnderTest:
         return Request(
             request_id=f"r{self._requests}",
             prompt_token_ids=list(range(tokens)),
-            sampling_params=SamplingParams(max_tokens=1),
+            sampling_params=SamplingParams(max_tokens=1, **sampling),
             pooling_params=None,
             block_hasher=self._hasher,
         )

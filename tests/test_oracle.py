@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmatrix.oracle import longest_sound_hit, missing_blocks, mixed_hit_class, needed_blocks
+from kvmatrix.oracle import Window, first_needed_token, longest_sound_hit, missing_blocks, mixed_hit_class, needed_blocks
 
 GEOMETRIES = [(4, 8), (4, 12), (16, 32), (16, 64)]
 GROUP_CHUNKS = [None, 8]
@@ -127,3 +127,20 @@ def test_the_2480_geometries() -> None:
 )
 def test_known_cases(chunk: int, prefix: int, hit: int, kind: str) -> None:
     assert mixed_hit_class(chunk, prefix, hit) == kind
+
+
+@pytest.mark.parametrize(("end", "first"), [(0, 0), (3, 0), (7, 0), (8, 1), (100, 93)])
+def test_a_window_slides(end: int, first: int) -> None:
+    """By the definition: the token at ``end`` sees itself and the seven before it."""
+    assert first_needed_token(end, Window(8)) == first
+    assert end - first + 1 <= 8
+
+
+def test_the_blocks_of_a_window() -> None:
+    assert needed_blocks(16, 4, Window(8)) == range(2, 4)  # tokens 9 to 15
+    assert needed_blocks(16, 4, Window(9)) == range(2, 4)
+    assert needed_blocks(16, 4, Window(10)) == range(1, 4)
+    assert needed_blocks(16, 4, 8) == range(4, 4), "a chunk that has just begun needs nothing"
+    assert longest_sound_hit(0, 17, 4, [(Window(8), [False, False, True, True])]) == 16
+    assert longest_sound_hit(0, 17, 4, [(Window(8), [True, False, True, False])]) == 4
+    assert repr([None, Window(8)]) == "[None, window 8]"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvmatrix.oracle import Window
 from kvmatrix.scheduler_harness import SchedulerUnderTest, Unsupported
 
 CHUNKS = [None, 64]
@@ -79,6 +80,7 @@ def release(monkeypatch: pytest.MonkeyPatch, scheduler: type[Known], tensor: typ
         "vllm.v1.kv_cache_interface": {
             "ChunkedLocalAttentionSpec": spec,
             "FullAttentionSpec": spec,
+            "SlidingWindowSpec": spec,
             "KVCacheConfig": SimpleNamespace,
             "KVCacheGroupSpec": lambda layers, spec: SimpleNamespace(layers=layers, spec=spec),
             "KVCacheTensor": tensor,
@@ -109,3 +111,10 @@ def test_smaller_hash_blocks_where_a_hash_covers_a_block(monkeypatch: pytest.Mon
     release(monkeypatch, First, OldTensor)
     with pytest.raises(Unsupported, match="no hash_block_size"):
         SchedulerUnderTest(16, CHUNKS, 81, hash_block=8)
+
+
+def test_each_kind_of_group_has_its_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, Second, NewTensor)
+    groups = SchedulerUnderTest(16, [None, 64, Window(40)], 81).scheduler.config.kv_cache_groups
+    sizes = [(getattr(g.spec, "attention_chunk_size", 0), getattr(g.spec, "sliding_window", 0)) for g in groups]
+    assert sizes == [(0, 0), (64, 0), (0, 40)]
