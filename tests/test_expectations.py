@@ -5,16 +5,17 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvmatrix import expectations
-from kvmatrix.cells import Cell
+from kvmatrix.cells import Cell, Selection
 from kvmatrix.config import Project
 from kvmatrix.errors import ExitCode, UsageError
 from kvmatrix.expectations import Expectation, Expectations, expected_status, expired_line, is_problem, stale_line
-from kvmatrix.pytest_plugin import check
+from kvmatrix.pytest_plugin import ConformancePlugin, check
 from kvmatrix.records import ProbeRow
 from kvmatrix.session import exit_code
 
@@ -217,6 +218,40 @@ def test_an_entry_expires_the_day_after(
     assert entries.expired() == []  # nothing has needed it yet
     entries.find(make_cell(), "cold")
     assert entries.expired() == ([needed] if gone else [])
+
+
+class FakeSession:
+    """A run whose one cell has one row, as the entry ``known`` describes it."""
+
+    def __init__(self, project: Project, known: Expectation, row: ProbeRow) -> None:
+        self.project, self.row, self.selection = project, row, Selection(tiers=("llm",))
+        self.expectations = Expectations([known])
+
+    def open(self, planned: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(expectations=self.expectations)
+
+    def run_cells(self, cells: list[Cell]) -> list[ProbeRow]:
+        assert self.expectations.find(cells[0], self.row.probe) is not None
+        return [self.row]
+
+
+@pytest.mark.parametrize(("day", "code"), [(0, ExitCode.OK), (1, ExitCode.UNEXPECTED)])
+def test_a_run_that_needs_an_expired_entry_is_red(
+    project: Project,
+    make_cell: Callable[..., Cell],
+    make_row: Callable[..., ProbeRow],
+    monkeypatch: pytest.MonkeyPatch,
+    day: int,
+    code: ExitCode,
+) -> None:
+    """However narrow the run is: the row itself is as expected on both days."""
+    known = entry(probe=["mixed-misaligned"])
+    row = make_row("mixed-misaligned", "FAIL", expected="FAIL", reason=REASON)
+    monkeypatch.setattr(expectations, "today", lambda: DAY + datetime.timedelta(days=day))
+    plugin = ConformancePlugin(FakeSession(project, known, row), [make_cell()])  # type: ignore[arg-type]
+    plugin._run([make_cell()])
+    assert (plugin.stale, plugin.expired) == ([], [known] if day else [])
+    assert plugin.result() is code
 
 
 def test_what_is_said_of_an_expired_entry() -> None:
