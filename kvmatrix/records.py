@@ -102,6 +102,11 @@ class ProbeRow(Row):
         """Whether it fails by a known fault of the release that has nothing to do with the arm: it says nothing of a patch."""
         return self.of_every_arm and self.status == "FAIL" and self.as_expected
 
+    @property
+    def is_refused_report(self) -> bool:
+        """Whether it is of a public report that the release refuses to be asked about, whatever the arm: nothing is missing."""
+        return self.status == "UNSUPPORTED" and self.probe.startswith("public-") and self.reason.startswith("refused: ")
+
 
 class CellRow(Row):
     """One attempt at one cell's process."""

@@ -266,6 +266,11 @@ def test_a_fault_of_the_release_neither_kills_nor_spoils_the_controls(row: MakeR
     assert "stock fails 2 rows, each as expected; one, two pass every other row" in report(controls, [fate], {})
     excused = [r.model_copy(update={"of_every_arm": False}) for r in rows]
     assert judged([*control_rows, *survivor, *excused], ["mutant"])[0].problems()
+    refused = [r.model_copy(update={"status": "UNSUPPORTED", "expected": "PASS", "reason": "refused: x"}) for r in rows]
+    controls, (fate,) = judged([*control_rows, *survivor, *refused], ["mutant"])
+    assert (controls.problems(), fate.outcome) == ([], "survived")
+    other = [r.model_copy(update={"reason": "not-run: x"}) for r in refused]
+    assert judged([*control_rows, *survivor, *other], ["mutant"])[0].problems()
     # Alone it does not show that stock's own fault is seen.
     alone = [r for r in control_rows if r.cell["arm"] != STOCK]
     assert judged([*alone, *rows], ["mutant"])[0].blind() == ["scheduler"]
