@@ -31,6 +31,7 @@ from kvmatrix import (
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
 from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
+from kvmatrix.expectations import Expectation, expired_line, stale_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
@@ -187,9 +188,13 @@ def run_conformance(project: Project, args: argparse.Namespace, argv: list[str])
     if rows:
         mixed = [envs.mixed_sentence(e) for e in session.ctx.envs.values() if e.base] if session.ctx else []
         print("\n" + document.conformance_summary(rows, mixed) + "\n")
-    for entry in plugin.stale:
-        _say(f"expectation of {entry.status} for {entry.probe or 'any probe'} ({entry.why}) matches no row: remove it")
+    _say_of_expectations(plugin.stale, plugin.expired)
     return _ended(plugin.error, plugin.exit_code, status, session)
+
+
+def _say_of_expectations(stale: Sequence[Expectation], expired: Sequence[Expectation]) -> None:
+    for line in [*map(stale_line, stale), *map(expired_line, expired)]:
+        _say(line)
 
 
 def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
@@ -285,6 +290,7 @@ def run_upstream(project: Project, args: argparse.Namespace, argv: list[str]) ->
     finally:
         if run.rows:
             print("\n" + upstream_verdict.summary(run.rows) + "\n", flush=True)
+            _say_of_expectations(run.stale, run.expired)
             _say(f"rows: {session.rows_file}")
     if code is ExitCode.NOTHING_RAN:
         _say("nothing was executed: a run without a result is not a pass")

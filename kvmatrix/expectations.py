@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvmatrix.cells import Cell
 from kvmatrix.errors import UsageError
 from kvmatrix.records import ProbeRow, Status
+
+EVERY_ARM = "*"
+"""In place of an arm's name: a fault of the release that no patch of the lookup is about."""
+UPSTREAM = "upstream"
+"""The tier of vLLM's own tests (:mod:`kvmatrix.upstream`)."""
+_OF_CELLS = ("probe", "hit_class", "backend", "mode", "chunk", "block", "layers")
+"""Conditions that only a cell can meet."""
+
+
+def today() -> datetime.date:
+    """The day by which an entry has expired or has not, in UTC."""
+    return datetime.datetime.now(datetime.UTC).date()
 
 
 class Expectation(BaseModel):
@@ -26,10 +39,16 @@ class Expectation(BaseModel):
     """Regular expression that the row's reason must match."""
     why: str
     link: str
+    expires: datetime.date = Field(strict=True)
+    """The last day on which it excuses anything: a run on a later day that needs it is red."""
     arm: tuple[str, ...] = ()
+    """Names, or ``*`` alone: every arm, as where there is none, which only an entry of a refusal may have."""
     tier: tuple[str, ...] = ()
+    """``upstream``, alone, where the entry is about a test of vLLM's own."""
     probe: tuple[str, ...] = ()
     """Names, or patterns such as ``reuse-*``."""
+    test: tuple[str, ...] = ()
+    """Patterns of node ids of vLLM's own tests; a bracket is written ``[[]``."""
     hit_class: tuple[str, ...] = ()
     pin: tuple[str, ...] = ()
     device: tuple[str, ...] = ()
@@ -54,11 +73,43 @@ class Expectation(BaseModel):
             raise ValueError(f"not a regular expression: {e}") from e
         return message
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if EVERY_ARM in self.arm and len(self.arm) > 1:
+            raise ValueError(f"arm {EVERY_ARM!r} stands alone: it is every arm")
+        if UPSTREAM not in self.tier:
+            if self.test:
+                raise ValueError(f"test goes with tier = [{UPSTREAM!r}]: other tiers have probes")
+        elif self.tier != (UPSTREAM,) or not self.test or any(getattr(self, axis) for axis in _OF_CELLS):
+            raise ValueError(f"tier {UPSTREAM!r} stands alone and needs test: it has no {', '.join(_OF_CELLS)}")
+        return self
+
+    @property
+    def of_every_arm(self) -> bool:
+        """Whether it is about the release, whatever the arm."""
+        return self.arm == (EVERY_ARM,)
+
+    @property
+    def about(self) -> str:
+        """Which probes or tests it names, for a message."""
+        return ", ".join(self.test or self.probe) or "any probe"
+
     def matches(self, cell: Cell, probe: str) -> bool:
         facts = cell.model_dump() | {"hit_class": cell.hit_class}
-        axes = ("arm", "tier", "hit_class", "pin", "device", "backend", "mode", "chunk", "block", "layers")
         named = not self.probe or any(fnmatchcase(probe, pattern) for pattern in self.probe)
-        return named and all(not getattr(self, axis) or facts[axis] in getattr(self, axis) for axis in axes)
+        axes = ("tier", "pin", "device", "hit_class", "backend", "mode", "chunk", "block", "layers")
+        return named and self._has_arm(cell.arm) and all(self._has(axis, facts[axis]) for axis in axes)
+
+    def matches_test(self, pin: str, device: str, arm: str, nodeid: str) -> bool:
+        """Whether it is about this one of vLLM's own tests on this arm."""
+        named = any(fnmatchcase(nodeid, pattern) for pattern in self.test)
+        return named and self._has_arm(arm) and self._has("pin", pin) and self._has("device", device)
+
+    def _has(self, axis: str, value: object) -> bool:
+        return not getattr(self, axis) or value in getattr(self, axis)
+
+    def _has_arm(self, arm: str) -> bool:
+        return not self.arm or self.of_every_arm or arm in self.arm
 
 
 class Expectations:
@@ -93,8 +144,14 @@ class Expectations:
         return cls(entries)
 
     def find(self, cell: Cell, probe: str) -> Expectation | None:
+        return self._first(lambda entry: entry.matches(cell, probe))
+
+    def find_test(self, pin: str, device: str, arm: str, nodeid: str) -> Expectation | None:
+        return self._first(lambda entry: entry.matches_test(pin, device, arm, nodeid))
+
+    def _first(self, matches: Callable[[Expectation], bool]) -> Expectation | None:
         for index, entry in enumerate(self.entries):
-            if entry.matches(cell, probe):
+            if matches(entry):
                 self._used.add(index)
                 return entry
         return None
@@ -104,9 +161,27 @@ class Expectations:
         entry = self.find(cell, "")
         return entry.message if entry and entry.status == "UNSUPPORTED" else None
 
-    def unused(self) -> list[Expectation]:
-        """Entries that no :meth:`find` has matched: stale, or misspelt."""
-        return [e for i, e in enumerate(self.entries) if i not in self._used]
+    def unused(self, pins: Collection[str], upstream: bool = False) -> list[Expectation]:
+        """Entries about ``pins`` that no row needed: stale, or misspelt. ``upstream``: of vLLM's own tests, else of cells."""
+        left = (e for i, e in enumerate(self.entries) if i not in self._used)
+        return [e for e in left if (UPSTREAM in e.tier) == upstream and (not e.pin or set(pins) & set(e.pin))]
+
+    def expired(self) -> list[Expectation]:
+        """Entries that a row needed and that have expired."""
+        return [e for i, e in enumerate(self.entries) if i in self._used and e.expires < today()]
+
+
+def stale_line(entry: Expectation) -> str:
+    """What is said of an entry that matches nothing."""
+    return f"expectation of {entry.status} for {entry.about} ({entry.why}) matches no row: remove it"
+
+
+def expired_line(entry: Expectation) -> str:
+    """What is said of an entry whose time is over."""
+    return (
+        f"expectation of {entry.status} for {entry.about} expired on {entry.expires}, so this run is red on purpose:"
+        f" look again at {entry.link} ({entry.why}), then extend its date in conformance/expectations, or remove it"
+    )
 
 
 def expected_status(entry: Expectation | None, status: Status, reason: str) -> Status:

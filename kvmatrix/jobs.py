@@ -117,8 +117,8 @@ def run_facts(job: dict[str, Any], send: Send, receive: Receive) -> None:
 
 
 def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = scheduler``: cases, the calls around them, sweeps and stateful tests on the real scheduler classes, no model."""
-    from kvmatrix import protocol, reuse, scheduler_harness
+    """``kind = scheduler``: cases, calls around them, sweeps, stateful tests and public reports, on the real classes."""
+    from kvmatrix import protocol, public_cases, reuse, scheduler_harness
 
     for case in job["cases"]:
         send({"type": "stage", "stage": case["name"]})
@@ -130,6 +130,8 @@ def run_scheduler(job: dict[str, Any], send: Send, receive: Receive) -> None:
         _answer(send, "sweep", sweep["name"], "totals", ask)
     for programs in job["stateful"]:
         _answer(send, "stateful", programs["name"], "totals", partial(run_programs, programs, job["tools"]))
+    for name in job["public"]:
+        _answer(send, "public", name, "found", partial(public_cases.run, name))
 
 
 def _answer(send: Send, kind: str, name: str, key: str, ask: Callable[[], dict[str, Any]]) -> None:

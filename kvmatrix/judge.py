@@ -291,6 +291,37 @@ def judge_protocol(tried: dict[str, Any], imported: dict[str, str], arm: Arm) ->
     return Verdict("PASS")
 
 
+def judge_public(found: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
+    """Status of a public report's case: nothing that it asks is wrong, and each of its lookups is what the arm owes."""
+    if imported != arm.expected:
+        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    lookups, faults = found["lookups"], found["faults"]
+    if not found["asked"] and not any(lookup["ideal_tokens"] for lookup in lookups):
+        return Verdict("INFRA", f"vacuous: nothing was asked, and nothing could be served in {len(lookups)} lookups")
+    if faults:
+        return Verdict("FAIL", f"{faults[0]}, the first of {len(faults)} in {found['asked']} tries")
+    wrong = [reason for lookup in lookups if (reason := _public_lookup(lookup | {"imported": imported}, arm))]
+    return Verdict("FAIL", f"{wrong[0]}, the first of {len(wrong)} in {len(lookups)} lookups") if wrong else Verdict("PASS")
+
+
+def _public_lookup(lookup: dict[str, Any], arm: Arm) -> str:
+    """What is wrong with one lookup of a public case, and where; empty when nothing is."""
+    reason = judge_case(lookup, arm).reason
+    served, ideal = lookup["external_tokens"], lookup["ideal_tokens"]
+    if not reason and lookup["must_serve"] and served != ideal:
+        reason = f"lost-reuse: answers ({served}, {lookup['is_async']}), {ideal} tokens can be served"
+    place = f"block {lookup['block']}, groups {lookup['chunks']}, prompt {lookup['prompt']}, prefix {lookup['prefix']}"
+    return reason and f"{_cut(reason)}, {place}"
+
+
+MAX_REASON = 200
+
+
+def _cut(reason: str) -> str:
+    """A reason short enough for a table: at large geometries it would list hundreds of blocks."""
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"
+
+
 MIN_MISALIGNED = 20
 """Lookups behind a misaligned device prefix with a suffix in the CPU tier that a stateful test must have come to."""
 

@@ -30,6 +30,11 @@ class Attention:
         """Tokens of an attention chunk; None for the kinds that have none."""
         return self.size if self.kind == "chunked" else None
 
+    @property
+    def window(self) -> int | None:
+        """Tokens of a sliding window; None for the kinds that have none."""
+        return self.size if self.kind == "sliding" else None
+
     def first_needed_token(self, end: int) -> int:
         """First token that the token at ``end`` or any later one can attend to; ``end`` itself when all before is out of sight.
 

@@ -72,7 +72,7 @@ def state_of(rows: Iterable[ProbeRow]) -> State:
     A PASS of the misaligned mixed hit counts only in an engine: the row is then of a probe whose state was established.
     """
     stock = [r for r in rows if r.cell["arm"] == STOCK]
-    if any(r.status == "FAIL" and _shows_the_fault(r) for r in stock):
+    if any(r.status == "FAIL" and not r.is_releases_own and _shows_the_fault(r) for r in stock):
         return "affected"
     if any(r.status == "PASS" and r.probe == MISALIGNED and r.cell["tier"] == "llm" for r in stock):
         return "fixed upstream"

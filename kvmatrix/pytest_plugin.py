@@ -29,6 +29,7 @@ class ConformancePlugin(SuitePlugin):
         self.cells = list(cells)
         self.rows: dict[str, ProbeRow] = {}
         self.stale: list[Expectation] = []
+        self.expired: list[Expectation] = []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         for tier in ("llm", "scheduler"):
@@ -74,9 +75,9 @@ class ConformancePlugin(SuitePlugin):
         ctx = self.session.open(planned_ids(cells, self.session.matrix))
         rows = self.session.run_cells(cells)
         self.rows = {r.id: r for r in rows}
+        self.expired = ctx.expectations.expired()
         if len(cells) == len(self.cells) and self._whole_matrix():
-            pins = {c.pin for c in cells}
-            self.stale = [e for e in ctx.expectations.unused() if not e.pin or pins & set(e.pin)]
+            self.stale = ctx.expectations.unused({c.pin for c in cells})
 
     def _whole_matrix(self) -> bool:
         s = self.session.selection
@@ -84,7 +85,7 @@ class ConformancePlugin(SuitePlugin):
         return s.level != "quick" and not any(narrowed)
 
     def result(self) -> ExitCode:
-        return exit_code(list(self.rows.values()), len(self.stale))
+        return exit_code(list(self.rows.values()), len(self.stale) + len(self.expired))
 
     def finish(self) -> None:
         """Write the run's last row."""

@@ -64,6 +64,8 @@ class ProbeRow(Row):
     """Why the status is not PASS: a code, a colon, and a sentence."""
     expectation: str = ""
     """Why another status than PASS is expected, from ``conformance/expectations``."""
+    of_every_arm: bool = False
+    """Whether that is a fault of the release's own, which no patch of the lookup is about."""
     patch_sha256: str | None = None
     imported: dict[str, str] = {}
     """Module -> sha256 of the source that the running engine really imported."""
@@ -97,6 +99,16 @@ class ProbeRow(Row):
     @property
     def as_expected(self) -> bool:
         return self.status == self.expected
+
+    @property
+    def is_releases_own(self) -> bool:
+        """Whether it fails by a known fault of the release that has nothing to do with the arm: it says nothing of a patch."""
+        return self.of_every_arm and self.status == "FAIL" and self.as_expected
+
+    @property
+    def is_refused_report(self) -> bool:
+        """Whether it is of a public report that the release refuses to be asked about, whatever the arm: nothing is missing."""
+        return self.status == "UNSUPPORTED" and self.probe.startswith("public-") and self.reason.startswith("refused: ")
 
 
 class CellRow(Row):
@@ -152,6 +164,9 @@ class UpstreamRow(Row):
     status: Status
     reason: str = ""
     """First line of the failure, or why it could not run: a code, a colon, and the words of vLLM or of the test."""
+    expected: Status = "PASS"
+    expectation: str = ""
+    """Why another status than PASS is expected, from ``conformance/expectations``."""
     stand_ins: bool = False
     """Whether the test asked for a GPU and was given the host device's stand-ins."""
     seconds: float | None = None

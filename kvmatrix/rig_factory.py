@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from kvmatrix.oracle import FULL, chunked
+from kvmatrix.oracle import FULL, Attention
 from kvmatrix.scheduler_harness import Unsupported, kv_cache_config
 
 BLOCK = 4
@@ -20,6 +22,18 @@ BUDGET = 16
 """Most tokens that a step may compute: long prompts take several steps, and lazy mode has a free queue to watch over."""
 MAX_REQUESTS = 4
 """Requests that run side by side."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM says for each scheduler that it is made, and for each reset that it is refused."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _TextModel:
@@ -40,7 +54,7 @@ NO_ADMISSION = (
 )
 
 
-def _vllm_config(lazy: bool) -> Any:
+def vllm_config(lazy: bool) -> Any:
     """A real VllmConfig, but for the model: none is needed, and to read one takes seconds."""
     from vllm.config import CacheConfig, KVTransferConfig, SchedulerConfig, VllmConfig
 
@@ -78,22 +92,22 @@ class Factory:
     """Makes schedulers of one shape; what is the same for all of them is made once.
 
     Args:
-        chunks: attention chunk in tokens of each chunked-local group; a full-attention group comes before them.
+        local: the groups behind the first, which is of full attention.
         lazy: the connector's lazy mode.
 
     Raises:
         Unsupported: this release's scheduler cannot be built so.
     """
 
-    def __init__(self, chunks: Sequence[int], lazy: bool) -> None:
+    def __init__(self, local: Sequence[Attention], lazy: bool) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
-        self.groups = [FULL, *map(chunked, chunks)]
+        self.groups = [FULL, *local]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         try:
-            self._config = _vllm_config(lazy)
+            self._config = vllm_config(lazy)
             self.scheduler(self.least_blocks, self.least_blocks)
         except (TypeError, AttributeError, ValueError) as e:
             raise Unsupported(f"refused: this release's scheduler cannot be built without a model: {e}") from e

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvmatrix import facts, judge, reuse, tools
+from kvmatrix import facts, judge, public_cases, reuse, tools
 from kvmatrix import layers as letters
 from kvmatrix.agreement import ColdAnswers
 from kvmatrix.arms import Arm
@@ -91,11 +91,12 @@ class Outcome:
 
 
 def probe_names(cell: Cell, matrix: Matrix) -> list[str]:
-    """Names of the probes (LLM) or of the cases, sweeps and stateful tests (scheduler) of a cell, in their order."""
+    """Names of the probes (LLM) or of the cases, sweeps, stateful tests and public reports (scheduler) of a cell, in order."""
     if cell.tier == "llm":
         return [name for name in matrix.llm.probes if _can_be_established(name, cell)]
     before, after = (*scheduler_cases(matrix), *scheduler_protocol(matrix)), stateful_tests(matrix)
-    return [entry["name"] for entry in (*before, *class_sweeps(matrix), *scheduler_sweeps(matrix), *after)]
+    asked = (*before, *class_sweeps(matrix), *scheduler_sweeps(matrix), *after)
+    return [*(entry["name"] for entry in asked), *public_cases.cases()]
 
 
 def _can_be_established(probe: str, cell: Cell) -> bool:
@@ -189,6 +190,7 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
             "protocol": scheduler_protocol(ctx.matrix),
             "sweeps": _sweeps_of(cell, ctx),
             "stateful": stateful_tests(ctx.matrix),
+            "public": list(public_cases.cases()),
             "tools": str(tools.provide(ctx.home)),
         }
     llm = ctx.matrix.llm
@@ -261,6 +263,7 @@ class CellRun:
             "protocol": self._protocol_row,
             "sweep": self._sweep_row,
             "stateful": self._stateful_row,
+            "public": self._public_row,
         }
 
     def run(self) -> list[ProbeRow]:
@@ -327,7 +330,9 @@ class CellRun:
             outcome.parent_died = job.exit_code is None
 
     def _is_enough(self, outcome: Outcome) -> bool:
-        return self.cell.arm in self.ctx.until_failure and any(r.status == "FAIL" for r in outcome.probes[-1:])
+        return self.cell.arm in self.ctx.until_failure and any(
+            r.status == "FAIL" and not r.is_releases_own for r in outcome.probes[-1:]
+        )
 
     def _handle(self, message: dict[str, Any], outcome: Outcome, attempt: int) -> None:
         kind = message["type"]
@@ -438,6 +443,18 @@ class CellRun:
             seconds=totals["seconds"],
         )
 
+    def _public_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
+        name, imported = message["name"], message["imported"]
+        if refused := message.get("refused"):
+            return self._row(name, judge.Verdict("UNSUPPORTED", refused), attempt, imported=imported)
+        found = message["found"]
+        tokens = {
+            "reuse_tokens": sum(lookup["ideal_tokens"] for lookup in found["lookups"]),
+            "external_hit_tokens": sum(lookup["external_tokens"] for lookup in found["lookups"]),
+        }
+        verdict = judge.judge_public(found, imported, self.arm)
+        return self._row(name, verdict, attempt, imported=imported, resolved=found, **(tokens if found["lookups"] else {}))
+
     def _row(self, probe: str, verdict: judge.Verdict, attempt: int, **fields: Any) -> ProbeRow:
         entry = self.ctx.expectations.find(self.cell, probe)
         row = ProbeRow(
@@ -450,6 +467,7 @@ class CellRun:
             expected=expected_status(entry, verdict.status, verdict.reason),
             reason=facts.without_paths(verdict.reason),
             expectation=entry.why if entry else "",
+            of_every_arm=entry is not None and entry.of_every_arm,
             patch_sha256=self.arm.patch_sha256,
             requested=judge.requested(self.cell) if self.cell.tier == "llm" else {},
             log=str(self._log(attempt).relative_to(self.ctx.folder)),

@@ -20,25 +20,24 @@ from kvmatrix.oracle import Attention, Needs
 MAX_MODEL_LEN_SLACK = 64
 
 
-def kv_cache_config(block: int, groups: Sequence[Attention], num_blocks: int) -> tuple[Any, int]:
-    """A KVCacheConfig with one layer per group, and the page size in bytes."""
+def group_spec(block: int, group: Attention) -> Any:
+    """vLLM's spec of a small layer that attends so."""
     import torch
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-        SlidingWindowSpec,
-    )
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
     common = {"block_size": block, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    named = {
-        "full": lambda size: FullAttentionSpec(**common),
-        "chunked": lambda size: ChunkedLocalAttentionSpec(**common, attention_chunk_size=size),
-        "sliding": lambda size: SlidingWindowSpec(**common, sliding_window=size),
-    }
-    specs = [named[g.kind](g.size) for g in groups]
+    if group.kind == "full":
+        return FullAttentionSpec(**common)
+    if group.kind == "sliding":
+        return SlidingWindowSpec(**common, sliding_window=group.size)
+    return ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.size)
+
+
+def kv_cache_config(block: int, groups: Sequence[Attention], num_blocks: int) -> tuple[Any, int]:
+    """A KVCacheConfig with one layer per group, and the page size in bytes."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+    specs = [group_spec(block, g) for g in groups]
     page = specs[0].page_size_bytes
     names = [f"layer.{i}" for i in range(len(specs))]
     placement = {"layers": names, "layer_stride": page * num_blocks, "block_stride": page, "offset": 0}
@@ -50,7 +49,7 @@ def kv_cache_config(block: int, groups: Sequence[Attention], num_blocks: int) ->
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=layers), page
 
 
-def _vllm_config(max_model_len: int, block: int) -> Any:
+def vllm_config(max_model_len: int, block: int) -> Any:
     """The few fields of VllmConfig that the offload scheduler and its coordinator read."""
     return SimpleNamespace(
         kv_events_config=None,
@@ -142,7 +141,7 @@ class SchedulerUnderTest:
             elif size != block:
                 raise Unsupported(f"refused: this release has no {name}: a block hash covers a whole block")
         try:
-            self.scheduler = SimpleCPUOffloadScheduler(_vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
+            self.scheduler = SimpleCPUOffloadScheduler(vllm_config(tokens + MAX_MODEL_LEN_SLACK, block), config, **kwargs)
         except (AssertionError, NotImplementedError, ValueError) as e:
             together = ", ".join(map(str, groups))
             raise Unsupported(f"refused: this release has no scheduler for groups with {together}: {e}") from e
@@ -160,8 +159,11 @@ class SchedulerUnderTest:
         self.cpu_free = self.cpu_pool.get_num_free_blocks() if self.cpu_pool else 0
         self.device_free = self.device_pool.get_num_free_blocks() if self.cpu_pool else 0
 
-    def request(self, tokens: int) -> Any:
-        """A fresh request whose prompt is token ids 0..tokens-1, so that longer prompts share shorter ones' prefixes."""
+    def request(self, tokens: int, **sampling: Any) -> Any:
+        """A fresh request whose prompt is token ids 0..tokens-1, so that longer prompts share shorter ones' prefixes.
+
+        ``sampling``: further arguments of its ``SamplingParams``.
+        """
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -169,7 +171,7 @@ class SchedulerUnderTest:
         return Request(
             request_id=f"r{self._requests}",
             prompt_token_ids=list(range(tokens)),
-            sampling_params=SamplingParams(max_tokens=1),
+            sampling_params=SamplingParams(max_tokens=1, **sampling),
             pooling_params=None,
             block_hasher=self._hasher,
         )
@@ -398,13 +400,15 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One lookup case.
 
-    ``case``: ``block``, ``chunks``, ``prompt``, ``prefix`` (tokens) and ``absent`` (``[[group, block], ...]``: what the CPU
-    tier lacks). Answers with the lookup's result, what would be loaded, what attention needs and lacks, the ideal, what was
-    wrong on the way (``faults``), and the pins that were not given back.
+    ``case``: ``block``, ``chunks`` and ``windows`` (of each group, None where it has none; no ``windows``: none has),
+    ``prompt``, ``prefix`` (tokens) and ``absent`` (``[[group, block], ...]``: what the CPU tier lacks). Answers with the
+    lookup's result, what would be loaded, what attention needs and lacks, the ideal, what was wrong on the way (``faults``),
+    and the pins that were not given back.
     """
     block, chunks, prompt, prefix = case["block"], case["chunks"], case["prompt"], case["prefix"]
     full = prompt // block
-    groups = [oracle.of_chunk(c) for c in chunks]
+    windows = case.get("windows") or [None] * len(chunks)
+    groups = [oracle.sliding(w) if w else oracle.of_chunk(c) for c, w in zip(chunks, windows, strict=True)]
     resident = [[[g, i] not in case["absent"] for i in range(full)] for g in range(len(groups))]
     sut = SchedulerUnderTest(block, groups, prompt)
     sut.fill_cpu(prompt, resident)

@@ -237,7 +237,7 @@ def planned_ids(cells: Sequence[Cell], matrix: Matrix) -> list[str]:
 
 
 def exit_code(rows: Sequence[ProbeRow], stale: int = 0) -> ExitCode:
-    """The run's exit code from its rows; ``stale`` is the number of expectations that no row needed."""
+    """The run's exit code from its rows; ``stale`` is the number of expectations that no row needed, or that have expired."""
     problems = [r for r in rows if is_problem(r)]
     if any(r.status in EXECUTED for r in problems) or stale or _refused_by_patch(rows):
         return ExitCode.UNEXPECTED

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvmatrix import programs
+from kvmatrix.oracle import chunked
 from kvmatrix.programs import Program
-from kvmatrix.rig_factory import BUDGET, Factory
+from kvmatrix.rig_factory import BUDGET, Factory, quiet
 from kvmatrix.rig_invariants import Violation
 from kvmatrix.scheduler_rig import CHOICES, Rig
 
@@ -185,8 +185,8 @@ def run(chunks: Sequence[int], lazy: bool, programs_: int, steps: int, seed_: in
         Unsupported: this release's scheduler cannot be built for it.
     """
     started = time.perf_counter()
-    with _quiet():
-        search = Search(Factory(chunks, lazy))
+    with quiet():
+        search = Search(Factory([*map(chunked, chunks)], lazy))
         _generate(search, programs_, steps, seed_)
         answer: dict[str, Any] = {name: search.counts[name] for name in COUNTS} | {"violation": "", "program": ""}
         if search.found is not None:
@@ -213,15 +213,3 @@ def _generate(search: Search, programs_: int, steps: int, seed_: int) -> None:
     )
     with contextlib.suppress(Violation):
         run_state_machine_as_test(made, settings=chosen)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """vLLM says for each scheduler that it is made, and for each reset that it is refused."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -17,6 +17,7 @@ from kvmatrix import facts, upstream_source
 from kvmatrix.arms import Arm
 from kvmatrix.cells import STOCK
 from kvmatrix.errors import ExitCode, InfraError, KvmatrixError, UsageError
+from kvmatrix.expectations import Expectation, expected_status
 from kvmatrix.judge import Verdict
 from kvmatrix.processes import Job, JobTimeout
 from kvmatrix.records import EXECUTED, UpstreamRow
@@ -157,7 +158,8 @@ class ArmRun:
             raise UsageError(f"pytest does not take the arguments (is the expression of -k right?): see {self._log}")
 
     def _write(self, nodeid: str, verdict: Verdict, **fields: Any) -> None:
-        name = _file(nodeid)
+        name, reason = _file(nodeid), facts.without_paths(verdict.reason)
+        entry = self.ctx.expectations.find_test(self.arm.pin, "host", self.arm.name, nodeid)
         row = UpstreamRow(
             run=self.ctx.run,
             id=f"{self.arm.pin}-host-upstream-{self.arm.name}-{nodeid}",
@@ -169,7 +171,9 @@ class ArmRun:
             file_sha256=self.source.file_sha256(name),
             source=self.source.identity,
             status=verdict.status,
-            reason=facts.without_paths(verdict.reason),
+            reason=reason,
+            expected=expected_status(entry, verdict.status, reason),
+            expectation=entry.why if entry else "",
             patch_sha256=self.arm.patch_sha256,
             log=str(self._log.relative_to(self.ctx.folder)),
             **fields,
@@ -191,6 +195,8 @@ class UpstreamRun:
         self.keyword = keyword
         self.say = say
         self.rows: list[UpstreamRow] = []
+        self.stale: list[Expectation] = []
+        self.expired: list[Expectation] = []
         self.code: ExitCode | None = None
         """Set once the run has come to its end by itself."""
 
@@ -207,7 +213,9 @@ class UpstreamRun:
             around = self._surroundings(ctx)
             for pin, name in arms:
                 self._run_arm(ctx, ctx.arms[pin, name], around[pin])
-            self.code = exit_code(self.rows)
+            self.expired = ctx.expectations.expired()
+            self.stale = ctx.expectations.unused(self._whole_pins(), upstream=True)
+            self.code = exit_code(self.rows, len(self.stale) + len(self.expired))
         except KeyboardInterrupt:
             self.code = ExitCode.INTERRUPTED
             raise
@@ -218,6 +226,13 @@ class UpstreamRun:
             code = self.code if self.code is not None else ExitCode.INFRA
             self.session.close(code, [r.status for r in self.rows])
         return self.code
+
+    def _whole_pins(self) -> set[str]:
+        """Pins of which this run had everything that an entry can be about: all tests of their own release, every arm."""
+        s = self.session.selection
+        whole = not (self.keyword or s.arms or s.patches) and self.source.targets == (FOLDER,)
+        ran = {r.pin for r in self.rows if r.status in EXECUTED}
+        return {pin for pin in ran if whole and pin == self.source.version}
 
     def _surroundings(self, ctx: Context) -> dict[str, dict[str, Any]]:
         """What lies around the tests, made once a run: the fields of every job by pin, and the parents' variables."""

@@ -7,6 +7,7 @@ that ``import tests`` is the checkout's and ``import vllm`` the installed one's.
 from __future__ import annotations
 
 import ast
+import email
 import hashlib
 import importlib.metadata
 import json
@@ -62,6 +63,8 @@ class Source:
     """Whether git sees changes below ``tests``."""
     tree_sha256: str
     """Over path and content of every Python file below ``tests``."""
+    version: str | None = None
+    """The release whose tests these are, unchanged: by a source distribution's own word or by the commit's tag."""
 
     @property
     def identity(self) -> str:
@@ -69,7 +72,13 @@ class Source:
         return self.commit if self.commit and not self.changed else f"tests:{self.tree_sha256}"
 
     def facts(self) -> dict[str, Any]:
-        return {"commit": self.commit, "changed": self.changed, "tests_sha256": self.tree_sha256, "targets": list(self.targets)}
+        return {
+            "commit": self.commit,
+            "changed": self.changed,
+            "tests_sha256": self.tree_sha256,
+            "version": self.version,
+            "targets": list(self.targets),
+        }
 
     def file_sha256(self, name: str) -> str:
         """sha256 of a test file as it is now; empty where there is none (a test that another file defines)."""
@@ -94,7 +103,8 @@ def open_source(path: Path, files: Sequence[str]) -> Source:
         )
     targets = tuple(dict.fromkeys(_target(root, name) for name in files)) or (FOLDER,)
     commit, changed = _git_state(root)
-    return Source(root, targets, commit, changed, _tree_sha256(root / "tests"))
+    version = None if changed else _version(root, commit)
+    return Source(root, targets, commit, changed, _tree_sha256(root / "tests"), version)
 
 
 def _target(root: Path, name: str) -> str:
@@ -116,6 +126,22 @@ def _git_state(root: Path) -> tuple[str | None, bool]:
     except PatchError:  # no git, or too slow a one: the digest says what the tests are
         return None, False
     return head.stdout.decode().strip(), bool(state.returncode or state.stdout.strip())
+
+
+def _version(root: Path, commit: str | None) -> str | None:
+    """The release that a checkout is, None where neither a tag of its commit nor its metadata says so."""
+    if commit is not None:
+        try:
+            tag = git(["describe", "--tags", "--exact-match", "HEAD"], root)
+        except PatchError:
+            return None
+        name = tag.stdout.decode().strip()
+        return name[1:] if not tag.returncode and name.startswith("v") else None
+    try:
+        metadata = email.message_from_bytes((root / "PKG-INFO").read_bytes())
+    except OSError:
+        return None
+    return metadata["Version"] if metadata["Name"] == "vllm" else None
 
 
 def _tree_sha256(tests: Path) -> str:

@@ -91,6 +91,8 @@ class Comparison:
     arm: str
     broken: list[UpstreamRow] = field(default_factory=list)
     """It fails, crashes, hangs or is refused, where stock did not: red."""
+    expected: list[UpstreamRow] = field(default_factory=list)
+    """It fails where stock did not, as an expectation says."""
     mended: list[UpstreamRow] = field(default_factory=list)
     both_fail: list[UpstreamRow] = field(default_factory=list)
 
@@ -103,7 +105,8 @@ def compare(rows: Sequence[UpstreamRow]) -> list[Comparison]:
         entry = found.setdefault((row.pin, row.arm), Comparison(row.pin, row.arm))
         beside = stock.get((row.pin, row.nodeid))
         if row.status in BAD:
-            (entry.both_fail if beside is not None and beside.status in BAD else entry.broken).append(row)
+            own = entry.expected if row.status == row.expected else entry.broken
+            (entry.both_fail if beside is not None and beside.status in BAD else own).append(row)
         elif row.status == "UNSUPPORTED" and beside is not None and beside.status == "PASS":
             entry.broken.append(row)
         elif row.status == "PASS" and beside is not None and beside.status in BAD:
@@ -111,9 +114,17 @@ def compare(rows: Sequence[UpstreamRow]) -> list[Comparison]:
     return list(found.values())
 
 
-def exit_code(rows: Sequence[UpstreamRow]) -> ExitCode:
-    """The command's exit code from its rows. What fails on stock too says nothing against a patch."""
-    if any(c.broken for c in compare(rows)):
+def unexpected_passes(rows: Sequence[UpstreamRow]) -> list[UpstreamRow]:
+    """Tests that pass where an expectation says that they fail."""
+    return [r for r in rows if r.status == "PASS" and r.expected != "PASS"]
+
+
+def exit_code(rows: Sequence[UpstreamRow], stale: int = 0) -> ExitCode:
+    """The command's exit code from its rows. What fails on stock too says nothing against a patch.
+
+    ``stale`` is the number of expectations that no test needed, or that have expired.
+    """
+    if any(c.broken for c in compare(rows)) or unexpected_passes(rows) or stale:
         return ExitCode.UNEXPECTED
     executed = any(r.status in EXECUTED for r in rows)
     if any(r.status in ("INFRA", "NOT_RUN") or (r.status in BAD and not executed) for r in rows):
@@ -137,7 +148,7 @@ def summary(rows: Sequence[UpstreamRow]) -> str:
         parts += [f"vLLM {pin}, its own tests of the connector from the checkout {_short(of_pin[0].source)}", _table(of_pin)]
         parts += [line for line in [_reported(of_pin)] if line]
         parts += [_difference(c) for c in compare(of_pin)]
-        lists = (_failing(of_pin), _listed("could not run here", of_pin, "UNSUPPORTED"), _infra(of_pin))
+        lists = (_passing(of_pin), _failing(of_pin), _listed("could not run here", of_pin, "UNSUPPORTED"), _infra(of_pin))
         parts += [text for text in lists if text]
     return "\n\n".join(parts)
 
@@ -163,9 +174,16 @@ def _reported(rows: Sequence[UpstreamRow]) -> str:
 
 
 def _difference(c: Comparison) -> str:
-    lines = [f"{c.arm}: {len(c.broken)} broken, {len(c.mended)} mended, {len(c.both_fail)} failing on stock too"]
+    known = f"{len(c.expected)} failing as expected, " if c.expected else ""
+    lines = [f"{c.arm}: {len(c.broken)} broken, {known}{len(c.mended)} mended, {len(c.both_fail)} failing on stock too"]
     lines += [f"- broken: {r.nodeid} ({r.status}: {r.reason})" for r in c.broken]
+    lines += [f"- expected: {r.nodeid} ({r.status}: {r.reason}): {r.expectation}" for r in c.expected]
     return "\n".join([*lines, *(f"- mended: {r.nodeid}" for r in c.mended)])
+
+
+def _passing(rows: Sequence[UpstreamRow]) -> str:
+    lines = [f"- {r.arm}: {r.nodeid}, {r.expected} was expected ({r.expectation})" for r in unexpected_passes(rows)]
+    return "\n".join(["PASSING UNEXPECTEDLY:", *lines]) if lines else ""
 
 
 def _failing(rows: Sequence[UpstreamRow]) -> str:

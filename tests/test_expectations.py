@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvmatrix.cells import Cell
+from kvmatrix import expectations
+from kvmatrix.cells import Cell, Selection
 from kvmatrix.config import Project
 from kvmatrix.errors import ExitCode, UsageError
-from kvmatrix.expectations import Expectation, Expectations, expected_status, is_problem
-from kvmatrix.pytest_plugin import check
+from kvmatrix.expectations import Expectation, Expectations, expected_status, expired_line, is_problem, stale_line
+from kvmatrix.pytest_plugin import ConformancePlugin, check
 from kvmatrix.records import ProbeRow
 from kvmatrix.session import exit_code
 
-ENTRY = {"status": "FAIL", "message": "^wrong-output: ", "why": "w", "link": "l", "arm": ["stock"]}
-TOML = '[[expect]]\nstatus = "FAIL"\nmessage = "^wrong-output: "\nwhy = "w"\nlink = "l"\narm = ["stock"]\n'
+DAY = datetime.date(2027, 6, 30)
+ENTRY = {"status": "FAIL", "message": "^wrong-output: ", "why": "w", "link": "l", "expires": DAY, "arm": ["stock"]}
+TOML = (
+    '[[expect]]\nstatus = "FAIL"\nmessage = "^wrong-output: "\nwhy = "w"\nlink = "l"\nexpires = 2027-06-30\narm = ["stock"]\n'
+)
+TEST = TOML + 'tier = ["upstream"]\ntest = ["*::test_a*"]\n'
 REASON = "wrong-output: tokens [1] for [2]"
 
 
@@ -99,14 +106,15 @@ def test_unused_entries(make_cell: Callable[..., Cell]) -> None:
     entries = Expectations([stale, used])
     assert entries.find(make_cell(), "cold") is used
     assert entries.find(make_cell(arm="fix"), "cold") is None
-    assert entries.unused() == [stale]
+    assert entries.unused({"0.1.0", "0.32.0"}) == [stale]
+    assert entries.unused({"0.32.0"}) == []  # what is about another pin only is not this run's
 
 
 def test_the_first_match_counts(make_cell: Callable[..., Cell]) -> None:
     first, second = entry(why="one"), entry(why="two")
     entries = Expectations([first, second])
     assert entries.find(make_cell(), "cold") is first
-    assert entries.unused() == [second]
+    assert entries.unused({"0.32.0"}) == [second]
 
 
 def test_files_are_read(tmp_path: Path) -> None:
@@ -127,8 +135,35 @@ def test_files_are_read(tmp_path: Path) -> None:
         TOML.replace("[[expect]]", "[[expected]]"),
         TOML.replace("[[expect]]", "[expect]"),
         TOML.encode() + b"# \xff\n",
+        TOML.replace("expires = 2027-06-30\n", ""),
+        TOML.replace("2027-06-30", '"2027-06-30"'),
+        TOML.replace("2027-06-30", "2027-06-31"),
+        TOML.replace('["stock"]', '["*", "stock"]'),
+        TOML + 'test = ["*::test_a"]\n',
+        TOML + 'tier = ["upstream"]\n',
+        TEST + "chunk = [64]\n",
+        TEST.replace('["upstream"]', '["upstream", "llm"]'),
     ],
-    ids=["toml", "pass", "crash", "no-why", "no-arm", "unknown-key", "bad-regex", "other-table", "not-a-list", "not-utf-8"],
+    ids=[
+        "toml",
+        "pass",
+        "crash",
+        "no-why",
+        "no-arm",
+        "unknown-key",
+        "bad-regex",
+        "other-table",
+        "not-a-list",
+        "not-utf-8",
+        "no-expiry",
+        "expiry-in-quotes",
+        "no-such-day",
+        "every-arm-and-one",
+        "test-of-a-cell",
+        "upstream-without-test",
+        "upstream-with-a-cells-axis",
+        "upstream-and-another-tier",
+    ],
 )
 def test_a_bad_entry_is_refused(tmp_path: Path, text: str | bytes) -> None:
     with pytest.raises(UsageError) as caught:
@@ -137,12 +172,106 @@ def test_a_bad_entry_is_refused(tmp_path: Path, text: str | bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_projects_entries_name_stock_alone(project: Project) -> None:
-    """No patch may have its failures excused."""
+def test_no_patch_has_its_failures_excused(project: Project) -> None:
+    """Of cells: stock alone, or a fault of the release that every arm has. Of vLLM's own tests patches too, with a reason."""
     entries = Expectations.load(project.root / "conformance" / "expectations").entries
-    failures = [e for e in entries if e.status == "FAIL"]
-    assert failures
-    assert all(e.arm == ("stock",) for e in failures)
+    cells = [e for e in entries if not e.test and e.status == "FAIL"]
+    assert cells
+    assert all(e.arm == ("stock",) or (e.of_every_arm and all(p.startswith("public-") for p in e.probe)) for e in cells)
+    assert all(e.link.startswith("https://github.com/vllm-project/vllm/") for e in entries)
+
+
+def test_every_arm_matches_any_arm(make_cell: Callable[..., Cell]) -> None:
+    everywhere = entry(arm=["*"])
+    assert everywhere.of_every_arm
+    assert all(everywhere.matches(make_cell(arm=arm), "cold") for arm in ("stock", "fix", "somebodys-own"))
+    assert not entry().of_every_arm
+
+
+# --- vLLM's own tests --------------------------------------------------------------------------------------------------
+
+
+NODE = "tests/v1/x.py::test_a[16-4-0]"
+
+
+def test_an_entry_about_a_test(make_cell: Callable[..., Cell], tmp_path: Path) -> None:
+    entries = load(tmp_path, TEST.replace("test_a*", "test_a[[]16-*") + 'pin = ["0.32.0"]\n')
+    (one,) = entries.entries
+    assert entries.find(make_cell(), "cold") is None  # no cell is meant
+    assert entries.unused({"0.32.0"}) == []
+    assert entries.unused({"0.32.0"}, upstream=True) == [one]
+    for other in (("0.33.0", "stock", NODE), ("0.32.0", "fix", NODE), ("0.32.0", "stock", NODE.replace("[16", "[64"))):
+        assert entries.find_test(other[0], "host", *other[1:]) is None
+    assert entries.find_test("0.32.0", "host", "stock", NODE) is one
+    assert entries.unused({"0.32.0"}, upstream=True) == []
+
+
+# --- expiry -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("day", "gone"), [(0, False), (1, True)])
+def test_an_entry_expires_the_day_after(
+    make_cell: Callable[..., Cell], monkeypatch: pytest.MonkeyPatch, day: int, gone: bool
+) -> None:
+    needed, other = entry(), entry(pin=["0.1.0"])
+    entries = Expectations([needed, other])
+    monkeypatch.setattr(expectations, "today", lambda: DAY + datetime.timedelta(days=day))
+    assert entries.expired() == []  # nothing has needed it yet
+    entries.find(make_cell(), "cold")
+    assert entries.expired() == ([needed] if gone else [])
+
+
+class FakeSession:
+    """A run whose one cell has one row, as the entry ``known`` describes it."""
+
+    def __init__(self, project: Project, known: Expectation, row: ProbeRow) -> None:
+        self.project, self.row, self.selection = project, row, Selection(tiers=("llm",))
+        self.expectations = Expectations([known])
+
+    def open(self, planned: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(expectations=self.expectations)
+
+    def run_cells(self, cells: list[Cell]) -> list[ProbeRow]:
+        assert self.expectations.find(cells[0], self.row.probe) is not None
+        return [self.row]
+
+
+@pytest.mark.parametrize(("day", "code"), [(0, ExitCode.OK), (1, ExitCode.UNEXPECTED)])
+def test_a_run_that_needs_an_expired_entry_is_red(
+    project: Project,
+    make_cell: Callable[..., Cell],
+    make_row: Callable[..., ProbeRow],
+    monkeypatch: pytest.MonkeyPatch,
+    day: int,
+    code: ExitCode,
+) -> None:
+    """However narrow the run is: the row itself is as expected on both days."""
+    known = entry(probe=["mixed-misaligned"])
+    row = make_row("mixed-misaligned", "FAIL", expected="FAIL", reason=REASON)
+    monkeypatch.setattr(expectations, "today", lambda: DAY + datetime.timedelta(days=day))
+    plugin = ConformancePlugin(FakeSession(project, known, row), [make_cell()])  # type: ignore[arg-type]
+    plugin._run([make_cell()])
+    assert (plugin.stale, plugin.expired) == ([], [known] if day else [])
+    assert plugin.result() is code
+
+
+def test_what_is_said_of_an_expired_entry() -> None:
+    line = expired_line(entry(probe=["reuse-*"], link="https://a.link/1"))
+    assert "\n" not in line
+    for part in (
+        "FAIL for reuse-*",
+        "expired on 2027-06-30",
+        "red on purpose",
+        "https://a.link/1",
+        "extend its date",
+        "remove it",
+    ):
+        assert part in line
+    assert stale_line(entry()).startswith("expectation of FAIL for any probe (w) matches no row")
+
+
+def test_the_day_is_now() -> None:
+    assert abs(expectations.today() - datetime.datetime.now(datetime.UTC).date()) <= datetime.timedelta(days=1)
 
 
 def test_a_refusal_comes_before_the_failure_that_the_same_cell_would_have(

@@ -256,6 +256,26 @@ def test_a_stock_that_fails_nowhere(row: MakeRow, control_rows: list[ProbeRow], 
     assert "stock fails nowhere in the scheduler tier" in report(controls, fates, {})
 
 
+def test_a_fault_of_the_release_neither_kills_nor_spoils_the_controls(row: MakeRow, control_rows: list[ProbeRow]) -> None:
+    own = {"expected": "FAIL", "of_every_arm": True, "reason": "still-served: 40 tokens"}
+    rows = [row(arm, "public-1-x", "FAIL", **own) for arm in (STOCK, *PATCHES, "mutant")]
+    survivor = [row("mutant", p) for p in PROBES]
+    controls, (fate,) = judged([*control_rows, *survivor, *rows], ["mutant"])
+    assert not controls.problems()
+    assert fate.outcome == "survived"
+    assert "stock fails 2 rows, each as expected; one, two pass every other row" in report(controls, [fate], {})
+    excused = [r.model_copy(update={"of_every_arm": False}) for r in rows]
+    assert judged([*control_rows, *survivor, *excused], ["mutant"])[0].problems()
+    refused = [r.model_copy(update={"status": "UNSUPPORTED", "expected": "PASS", "reason": "refused: x"}) for r in rows]
+    controls, (fate,) = judged([*control_rows, *survivor, *refused], ["mutant"])
+    assert (controls.problems(), fate.outcome) == ([], "survived")
+    other = [r.model_copy(update={"reason": "not-run: x"}) for r in refused]
+    assert judged([*control_rows, *survivor, *other], ["mutant"])[0].problems()
+    # Alone it does not show that stock's own fault is seen.
+    alone = [r for r in control_rows if r.cell["arm"] != STOCK]
+    assert judged([*alone, *rows], ["mutant"])[0].blind() == ["scheduler"]
+
+
 def test_nothing_asked_is_no_pass(control_rows: list[ProbeRow]) -> None:
     assert exit_code(Controls(control_rows), []) is ExitCode.NOTHING_RAN
 

@@ -63,15 +63,6 @@ def test_kinds() -> None:
     assert [str(g) for g in (FULL, chunked(8), sliding(9))] == ["full attention", "chunk 8", "window 9"]
 
 
-@pytest.mark.parametrize(("block", "window"), [(4, 1), (4, 3), (4, 4), (4, 9), (16, 48), (16, 50)])
-def test_needed_blocks_of_a_sliding_window(block: int, window: int) -> None:
-    """A token sees itself and the ``window - 1`` before it."""
-    for end in range(0, 5 * window + 2 * block, block):
-        later = range(end, end + 2 * window)
-        needed = {p // block for t in later for p in range(max(0, t - window + 1), t + 1) if p < end}
-        assert set(needed_blocks(end, block, None, window)) == needed, end
-
-
 def test_a_hit_ends_on_a_block_boundary() -> None:
     with pytest.raises(ValueError, match="17 is not a multiple of 16"):
         needed_blocks(17, 16, chunked(64))
@@ -204,3 +195,12 @@ def test_the_2480_geometries() -> None:
 )
 def test_known_cases(chunk: int, prefix: int, hit: int, kind: str) -> None:
     assert mixed_hit_class(chunk, prefix, hit) == kind
+
+
+def test_a_window_is_served_where_its_own_blocks_are() -> None:
+    window = sliding(8)
+    assert needed_blocks(16, 4, window) == range(2, 4)  # tokens 9 to 15
+    assert needed_blocks(16, 4, chunked(8)) == range(4, 4), "a chunk that has just begun needs nothing"
+    assert longest_sound_hit(0, 17, 4, [(window, [False, False, True, True])]) == 16
+    assert longest_sound_hit(0, 17, 4, [(window, [True, False, True, False])]) == 4
+    assert (window.window, window.chunk, chunked(8).window) == (8, None, None)

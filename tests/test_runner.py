@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import kv_group
 
-from kvmatrix import probes, runner
+from kvmatrix import probes, public_cases, runner
 from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.config import LEVELS, Project
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import DiskError, InfraError
-from kvmatrix.expectations import Expectations, is_problem
+from kvmatrix.expectations import Expectation, Expectations, is_problem
 from kvmatrix.processes import JobTimeout
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, RunRow, last_attempts, read_rows
 from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells
@@ -458,8 +459,19 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     sent = {"type": "stateful", "imported": STOCK.expected}
     messages += [sent | {"name": searches[0]["name"], "refused": "refused: no such scheduler"}]
     messages += [sent | {"name": s["name"], "totals": broken} for s in searches[1:]]
-    rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
-    assert [r.probe for r in rows] == [c["name"] for c in (*cases, *checks, *sweeps, *searches)]
+    reports = list(public_cases.cases())
+    told = {"type": "public", "imported": STOCK.expected}
+    messages += [told | {"name": reports[0], "refused": "refused: in its own words"}]
+    fine = {"asked": 2, "faults": [], "lookups": []}
+    messages += [told | {"name": name, "found": fine} for name in reports[1:]]
+    all_rows, ctx = run(([*messages, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
+    assert [r.probe for r in all_rows] == [*(c["name"] for c in (*cases, *checks, *sweeps, *searches)), *reports]
+    rows, public = all_rows[: -len(reports)], all_rows[-len(reports) :]
+    assert (public[0].status, public[0].reason) == ("UNSUPPORTED", "refused: in its own words")
+    own = [r for r in public if r.expected == "FAIL"]
+    assert {r.status for r in public[1:]} == {"PASS"}
+    assert [r.probe for r in own if is_problem(r)] == [r.probe for r in own if r is not public[0]], "an unexpected pass"
+    assert ctx.pool.sent[0]["public"] == reports
     assert {r.probe for r in rows[: len(cases)] if r.status == "FAIL"} == {
         f"{place}-tail-{tail}" for place in ("prompt81-prefix16", "prompt213-prefix144") for tail in ("present", "absent")
     }
@@ -484,6 +496,37 @@ def test_scheduler_cases(run: Callable[..., Any], make_cell: Callable[..., Cell]
     assert [s["name"] for s in ctx.pool.sent[0]["sweeps"]] == [s["name"] for s in sweeps]
     assert [s["name"] for s in ctx.pool.sent[0]["stateful"]] == [s["name"] for s in searches]
     assert ctx.pool.sent[0]["env"]["KVMATRIX_OVERLAY"] == "stock.json"
+
+
+def test_a_public_case_with_lookups(run: Callable[..., Any], make_cell: Callable[..., Cell]) -> None:
+    """Its row has what was served and what could be, and an arm is held to its own promise."""
+    name = "public-44599-at-the-boundaries"
+    served = {"external_tokens": 48, "ideal_tokens": 48, "is_async": True, "prefix": 0, "prompt": 64, "block": 16}
+    clean = {"missing": [[]], "faults": [], "leaked_cpu_pins": 0, "leaked_device_refs": 0, "pending_hits": 0}
+    lookup = served | clean | {"chunks": [None], "boundary_resident": True, "must_serve": False}
+    for changes, status, tokens in (({}, "PASS", 96), ({"external_tokens": 32}, "FAIL", 80)):
+        found = {"asked": 0, "faults": [], "lookups": [lookup, lookup | changes]}
+        message = {"type": "public", "imported": STOCK.expected, "name": name, "found": found}
+        rows, _ = run(([message, DONE], 0), cell=make_cell(tier="scheduler", chunk=64, block=16, prompt=81))
+        (row,) = [r for r in rows if r.probe == name]
+        assert (row.status, row.external_hit_tokens, row.reuse_tokens) == (status, tokens, 96)
+        assert row.reason.startswith("lost-reuse: answers (32, True), 48 tokens" if status == "FAIL" else "")
+
+
+def test_a_fault_of_the_release_is_no_first_failure(
+    run: Callable[..., Any], make_context: Callable[..., Context], make_cell: Callable[..., Cell], project: Project
+) -> None:
+    names = [c["name"] for c in runner.scheduler_protocol(project.matrix)][:2]
+    bad = {"asked": 3, "faults": 1, "first_fault": "leaked: x"}
+    messages = [{"type": "protocol", "imported": FIX.expected, "name": n, "tried": bad} for n in names]
+    cell = make_cell(tier="scheduler", chunk=64, block=16, prompt=81, arm="fix")
+    ctx = make_context(([*messages, DONE], 0))
+    ctx.until_failure = frozenset({"fix"})
+    known = {"status": "FAIL", "message": "^leaked: ", "why": "w", "link": "l", "expires": date(2099, 1, 1)}
+    ctx.expectations = Expectations([Expectation(**known, arm=["*"], probe=[names[0]])])
+    rows = {r.probe: r for r in CellRun(cell, ctx, lambda stage: None).run()}
+    assert [(rows[n].status, rows[n].is_releases_own) for n in names] == [("FAIL", True), ("FAIL", False)]
+    assert (rows[names[0]].expectation, is_problem(rows[names[0]])) == ("w", False)
 
 
 def test_an_arm_that_is_followed_to_its_first_failure(

@@ -125,6 +125,13 @@ def test_groups_that_a_release_does_not_take(monkeypatch: pytest.MonkeyPatch) ->
         SchedulerUnderTest(16, [*GROUPS, sliding(40)], 81)
 
 
+def test_each_kind_of_group_has_its_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, Second, NewTensor)
+    groups = SchedulerUnderTest(16, [*GROUPS, sliding(40)], 81).scheduler.config.kv_cache_groups
+    sizes = [(getattr(g.spec, "attention_chunk_size", 0), getattr(g.spec, "sliding_window", 0)) for g in groups]
+    assert sizes == [(0, 0), (64, 0), (0, 40)]
+
+
 # --- the real scheduler -----------------------------------------------------------------------------------------------
 
 REAL = """

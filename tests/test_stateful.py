@@ -305,9 +305,10 @@ import json, sys
 case = json.loads(sys.stdin.read())
 sys.path.append(case["tools"])
 from kvmatrix import stateful
+from kvmatrix.oracle import chunked
 from kvmatrix.rig_factory import Factory
-with stateful._quiet():
-    search = stateful.Search(Factory([8], False))
+with stateful.quiet():
+    search = stateful.Search(Factory([chunked(8)], False))
     found = [str(search.replay(program, search.counts) or "") for program in case["programs"]]
     print(json.dumps([found, search.counts["loads"]]))
 """

@@ -87,6 +87,30 @@ def test_a_patch_whose_failures_are_excused_is_not_qualified(qualified: list[Pro
     assert not document.verdict(rows, "fix").startswith("QUALIFIED")
 
 
+def test_a_fault_of_the_release_is_counted_apart(qualified: list[ProbeRow], make_row: MakeRow) -> None:
+    """It is no fault of the patch, and it does not stand for the fault that the patch is about."""
+    known = {"expected": "FAIL", "of_every_arm": True, "reason": "still-served: 40 tokens"}
+    both = [make_row("public-1-x", "FAIL", cell=cell, **known) for cell in ({}, FIX)]
+    text = document.verdict([*qualified, *both], "fix")
+    assert text == (
+        "QUALIFIED: 5 of 6 probes PASS; stock fails 1 probes as expected;"
+        " 1 fail on every arm by the release's own known faults."
+    )
+    passing = changed(qualified, "stock", "mixed-misaligned", status="PASS", expected="PASS")
+    assert "stock of this release shows no fault" in document.verdict([*passing, *both], "fix")
+    stock = [r for r in passing if r.cell["arm"] == "stock"]
+    assert document.verdict([*stock, both[0]], "stock").startswith("NOT AFFECTED: 5 of 6 probes PASS")
+    excused = [r.model_copy(update={"of_every_arm": False}) for r in both]
+    assert document.verdict([*qualified, *excused], "fix").startswith("NOT QUALIFIED: ")
+
+
+def test_a_report_that_the_release_refuses_leaves_no_gap(qualified: list[ProbeRow], make_row: MakeRow) -> None:
+    refused = [make_row("public-1-x", "UNSUPPORTED", cell=cell, reason="refused: vLLM's words") for cell in ({}, FIX)]
+    assert document.verdict([*qualified, *refused], "fix").startswith("QUALIFIED: 5 of 6 ")
+    gone = [r.model_copy(update={"reason": "not-run: the cell ended without it"}) for r in refused]
+    assert document.verdict([*qualified, *gone], "fix").startswith("QUALIFIED where it ran; 2 rows")
+
+
 def test_without_the_fault_on_stock_nothing_is_shown(qualified: list[ProbeRow]) -> None:
     rows = changed(qualified, "stock", "mixed-misaligned", status="NOT_RUN", expected="FAIL")
     assert document.verdict(rows, "fix").startswith("INCOMPLETE: ")

@@ -160,6 +160,80 @@ def test_what_a_patch_breaks_is_red(run: Run, home: Path, checkout: Callable[...
     assert hopeless in done.stdout
 
 
+EXPECTED = """\
+[[expect]]
+status = "FAIL"
+message = '^assert -1 > 0'
+why = "this fix answers less, and is right"
+link = "https://github.com/vllm-project/vllm/issues/1"
+expires = 2099-12-31
+tier = ["upstream"]
+pin = ["0.32.0"]
+arm = ["fix"]
+test = ["*::test_sound"]
+"""
+LESS = "def lookup():\n    return -1\n"
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Callable[[str], None]:
+    """Writes the project's expectations."""
+
+    def expect(text: str) -> None:
+        write(tmp_path / "root" / "conformance" / "expectations", {"upstream.toml": text})
+
+    return expect
+
+
+def released(source: Path, version: str = PIN) -> Path:
+    """The checkout as an unpacked source distribution."""
+    write(source, {"PKG-INFO": f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n"})
+    return source
+
+
+def test_an_expected_failure_is_not_red(
+    run: Run, home: Path, checkout: Callable[..., Path], expected: Callable[[str], None]
+) -> None:
+    expected(EXPECTED)
+    done = run("--source", released(checkout(test_scheduler=IMPORT + "def test_sound(): assert lookup() > 0\n")), code=LESS)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "fix: 0 broken, 1 failing as expected, 0 mended" in done.stdout
+    assert f"- expected: {FOLDER}/test_scheduler.py::test_sound (FAIL: assert -1 > 0): this fix answers less" in done.stdout
+    assert {(r.arm, r.status, r.expected) for r in rows_of(home)} == {("stock", "PASS", "PASS"), ("fix", "FAIL", "FAIL")}
+
+
+@pytest.mark.parametrize(
+    ("change", "version", "options", "code", "said"),
+    [
+        ((), PIN, {"code": FIXED_CODE}, ExitCode.UNEXPECTED, "PASSING UNEXPECTEDLY:\n- fix: tests/"),
+        (("-1 > 0", "-2 > 0"), PIN, {}, ExitCode.UNEXPECTED, "fix: 1 broken"),
+        (("::test_sound", "::test_gone"), PIN, {"code": FIXED_CODE}, ExitCode.UNEXPECTED, "matches no row: remove it"),
+        (("2099-12-31", "2026-01-31"), PIN, {}, ExitCode.UNEXPECTED, "expired on 2026-01-31, so this run is red on purpose"),
+        # What is about tests that another release has, or that were not asked for, is not missed.
+        (("::test_sound", "::test_gone"), "0.29.0", {"code": FIXED_CODE}, ExitCode.OK, ""),
+        (("::test_sound", "::test_gone"), PIN, {"code": FIXED_CODE, "k": "sound"}, ExitCode.OK, ""),
+    ],
+    ids=["unexpected-pass", "another-reason", "matches-nothing", "expired", "another-release", "narrowed"],
+)
+def test_what_an_expectation_does_not_excuse(
+    run: Run,
+    checkout: Callable[..., Path],
+    expected: Callable[[str], None],
+    change: tuple[str, ...],
+    version: str,
+    options: dict[str, str],
+    code: ExitCode,
+    said: str,
+) -> None:
+    expected(EXPECTED.replace(*change) if change else EXPECTED)
+    source = released(checkout(test_scheduler=IMPORT + "def test_sound(): assert lookup() > 0\n"), version)
+    narrow = ["-k", options["k"]] if "k" in options else []
+    done = run("--source", source, *narrow, code=options.get("code", LESS))
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert ("matches no row" in done.stderr) == ("matches no row" in said)
+
+
 def test_a_patch_that_does_not_import_is_red(run: Run, home: Path, checkout: Callable[..., Path]) -> None:
     done = run("--source", checkout(test_scheduler=SCHEDULER), code="def other():\n    return 1\n")
     assert done.returncode == ExitCode.UNEXPECTED
@@ -552,6 +626,18 @@ def test_a_patch_beside_stock(row: Callable[..., Row], stock: str, patch: str, k
     assert exit_code(rows) is code
 
 
+def test_an_expected_failure_beside_stock(row: Callable[..., Row]) -> None:
+    known = row("fix", "FAIL").model_copy(update={"expected": "FAIL"})
+    (found,) = compare([row("stock", "PASS"), known])
+    assert (found.expected, found.broken) == ([known], [])
+    assert exit_code([row("stock", "PASS"), known]) is ExitCode.OK
+    assert exit_code([row("stock", "PASS"), known], stale=1) is ExitCode.UNEXPECTED
+    crashed, passed = (known.model_copy(update={"status": status}) for status in ("CRASH", "PASS"))
+    assert exit_code([row("stock", "PASS"), crashed]) is ExitCode.UNEXPECTED
+    assert exit_code([row("stock", "PASS"), passed]) is ExitCode.UNEXPECTED
+    assert exit_code([row("stock", "FAIL"), known]) is ExitCode.OK
+
+
 def test_pins_are_compared_apart(row: Callable[..., Row]) -> None:
     older = row("stock", "FAIL").model_copy(update={"pin": "0.29.0"})
     assert compare([older, row("stock", "PASS"), row("fix", "FAIL")])[0].broken
@@ -589,6 +675,22 @@ def test_the_identity_of_a_checkout(checkout: Callable[..., Path]) -> None:
     changed = open_source(root, [])
     assert changed.commit == committed.commit
     assert changed.identity == f"tests:{changed.tree_sha256}" != plain.identity
+
+
+def test_the_release_of_a_checkout(checkout: Callable[..., Path]) -> None:
+    root = checkout(test_scheduler=SCHEDULER)
+    assert open_source(root, []).version is None
+    assert open_source(released(root), []).version == PIN
+    write(root, {"PKG-INFO": "Metadata-Version: 2.4\nName: another\nVersion: 1.0\n"})
+    assert open_source(root, []).version is None
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "x")
+    assert open_source(root, []).version is None
+    git(root, "tag", "v0.29.0")
+    assert open_source(root, []).version == "0.29.0"
+    (root / FOLDER / "test_scheduler.py").write_text("", encoding="utf-8")
+    assert open_source(root, []).version is None  # changed: no release's tests
 
 
 @pytest.mark.parametrize("settings", ["pyproject.toml", "pytest.ini"])

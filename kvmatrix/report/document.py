@@ -35,21 +35,23 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
     own = [r for r in rows if r.cell["arm"] == patch]
     stock = [r for r in rows if r.cell["arm"] == tables.STOCK]
     passed = sum(r.status == "PASS" for r in own)
-    reproduced = sum(r.status == "FAIL" and not is_problem(r) for r in stock)
+    reproduced = sum(r.status == "FAIL" and not is_problem(r) and not r.is_releases_own for r in stock)
     bad = [r for r in (*own, *stock) if is_problem(r)]
-    missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN")]
+    missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN") and not r.is_refused_report]
     right_itself = not reproduced and any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock)
     of_stock = "stock of this release shows no fault" if right_itself else f"stock fails {reproduced} probes as expected"
     counted = f"{passed} of {len(own)} probes PASS; {of_stock}"
+    if apart := sum(r.is_releases_own for r in own):
+        counted += f"; {apart} fail on every arm by the release's own known faults"
     if bad:
         return f"NOT QUALIFIED: {len(bad)} rows are not as expected, first {bad[0].id} ({bad[0].status}). {counted}."
-    if failing := [r for r in own if r.status == "FAIL"]:
+    if failing := [r for r in own if r.status == "FAIL" and not r.is_releases_own]:
         return f"NOT QUALIFIED: the patch fails {len(failing)} probes, though expected to, first {failing[0].id}. {counted}."
     if not passed or not (reproduced or right_itself):
         return f"INCOMPLETE: the fault was not reproduced on stock beside the patch. {counted}."
     if not any(r.cell["tier"] == "llm" and r.status == "PASS" for r in own):
         return f"INCOMPLETE: only the lookup was run, no engine. {counted}."
-    right = {place(r) for r in own if r.status == "PASS"}
+    right = {place(r) for r in own if r.status == "PASS" or r.is_releases_own}
     if open_ := [r for r in stock if r.status in EXECUTED and place(r) not in right]:
         return f"INCOMPLETE: the patch did not run where stock did, first {open_[0].id}. {counted}."
     if missing:
@@ -60,7 +62,7 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
 def stock_verdict(rows: Sequence[ProbeRow]) -> str:
     """One line for the untouched vLLM: whether it shows the fault. Never better than its rows."""
     stock = [r for r in rows if r.cell["arm"] == tables.STOCK]
-    passed, failed = (sum(r.status == status for r in stock) for status in EXECUTED)
+    passed, failed = (sum(r.status == status and not r.is_releases_own for r in stock) for status in EXECUTED)
     ran = f"{passed} of {len(stock)} probes PASS"
     if bad := [r for r in stock if is_problem(r)]:
         return f"UNEXPECTED: {len(bad)} rows of stock are not as expected, first {bad[0].id} ({bad[0].status}). {ran}."
@@ -68,8 +70,9 @@ def stock_verdict(rows: Sequence[ProbeRow]) -> str:
         return f"AFFECTED: stock shows the fault: {failed} of {len(stock)} probes FAIL as expected, {passed} PASS."
     if not any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock):
         return f"INCOMPLETE: no engine ran the misaligned mixed hit. {ran}."
-    if passed < len(stock):
-        return f"NOT AFFECTED where it ran: {len(stock) - passed} rows did not run. {ran}."
+    open_ = sum(r.status != "PASS" and not r.is_releases_own and not r.is_refused_report for r in stock)
+    if open_:
+        return f"NOT AFFECTED where it ran: {open_} rows did not run. {ran}."
     return f"NOT AFFECTED: {ran} on stock: the fault is not in this release."
 
 
