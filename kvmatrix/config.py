@@ -285,6 +285,9 @@ class Tolerances(Strict):
 
     max_logprob_error: float = Field(gt=0)
     max_reference_error: float = Field(gt=0)
+    reference_ties: bool = False
+    """Whether another arithmetic may choose another token where no logprob differs by more than ``max_reference_error``; what
+    follows such a token is not compared."""
 
 
 class Budgets(Strict):

@@ -22,7 +22,9 @@ RECOMPUTED = ("vllm:prompt_tokens_recomputed", "")
 """vLLM 0.19.1 takes a prompt whose every token but the last is cached for one that is cached whole, and counts that last token
 both here and among the device's: a release that has the counter has the token to take off again."""
 DRAIN_TIMEOUT_S = 60.0
-MAX_NUM_SEQS = 4
+MAX_NUM_SEQS = 16
+"""Above the most chunks that a prompt has here: FLEX_ATTENTION keeps a row for each request, chunked-local attention makes a
+request of each chunk, and with more of these than rows it raises (vLLM 0.32.0)."""
 NUDGE_TOKEN = 3
 """A prompt of one token fills no block, so it leaves nothing in any cache."""
 
@@ -286,14 +288,15 @@ class Engine:
             if time.monotonic() > deadline:
                 raise EngineStateError(f"transfers still pending after {timeout:g} s: {offload}")
             if not state["has_requests"]:
-                self._nudge()
+                self.nudge()
             elif in_process:
                 self.llm.llm_engine.step()
             else:
                 time.sleep(0.005)
 
-    def _nudge(self) -> None:
-        """Before vLLM 0.30.0 an engine without requests does not step, pending stores or not: one token makes it."""
+    def nudge(self) -> None:
+        """Make an engine without requests step, by a prompt of one token: before vLLM 0.30.0 it does not do that by itself even
+        with stores pending, and in lazy mode a store comes only with a step."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)

@@ -122,10 +122,15 @@ def judge_corrupted(observed: dict[str, Any], arm: Arm, tolerances: Tolerances) 
 def judge_agreement(agreement: dict[str, Any], tolerances: Tolerances) -> Verdict:
     """Whether a cold answer is the one that every other cell with its model, prompt and dtype gave, whatever backend, mode,
     block size, arm and pin it has."""
-    if agreement["same_tokens"] and agreement["max_logprob_error"] <= tolerances.max_reference_error:
+    if _agrees(agreement["same_tokens"], agreement["max_logprob_error"], tolerances):
         return Verdict("PASS")
     error = f"{agreement['max_logprob_error']:.6g} nats"
     return Verdict("FAIL", f"disagreement: the cold answer differs from that of {agreement['with']} by {error}")
+
+
+def _agrees(same_tokens: bool, error: float, tolerances: Tolerances) -> bool:
+    """Whether two answers that were computed in different ways are one; an error that is not a number is none."""
+    return (same_tokens or tolerances.reference_ties) and error <= tolerances.max_reference_error
 
 
 def _wrong(tokens: list[int], cold: list[int], error: float, tolerances: Tolerances) -> bool:
@@ -203,9 +208,7 @@ def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator
     plan, counters = o["plan"], o["counters"]
     error = o["max_logprob_error"]
     reference = o.get("reference")
-    if reference and (
-        reference["tokens"] != o["tokens"] or not reference["max_logprob_error"] <= tolerances.max_reference_error
-    ):
+    if reference and not _agrees(reference["tokens"] == o["tokens"], reference["max_logprob_error"], tolerances):
         yield (
             f"reference: tokens {o['tokens']} against transformers' {reference['tokens']},"
             f" logprob error {reference['max_logprob_error']:.6g} nats"

@@ -29,6 +29,8 @@ PROBES = (
     "abort-loading",
     "preempted-loading",
 )
+REQUESTS = 4
+"""Of a batch, and what such a pool has room for."""
 SEVERAL = ("batch", "abort-loading", "preempted-loading")
 """Probes that have several requests under way at once: they need a device pool with room for all of them."""
 
@@ -139,7 +141,9 @@ def _batch_plan(prompt: int, prefix: int, block: int, groups: Groups) -> ProbePl
     requests = [RequestPlan(p, reusable - p, p % period == 0) for p in (prefix, 0, third)]
     loads = sum(_needed_loads(reusable, r.device_tokens, block, groups) for r in requests)
     device, reuse = (sum(getattr(r, name) for r in requests) for name in ("device_tokens", "reuse_tokens"))
-    return ProbePlan("batch", prompt, device, reusable, reuse, loads, requests=[*requests, RequestPlan(0, 0, True)])
+    asked = [*requests, RequestPlan(0, 0, True)]
+    assert len(asked) == REQUESTS
+    return ProbePlan("batch", prompt, device, reusable, reuse, loads, requests=asked)
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
@@ -310,11 +314,10 @@ class ProbeRunner:
         """Empty the device tier, then overwrite every one of its blocks: a block that is not loaded must not still
         hold the very KV that it should have been loaded with."""
         if self.engine.config.lazy_offload:
-            self._fill_device()  # what is only stored when it is about to be evicted must first come to that
+            # A step stores what the next ones might evict, which is all of so small a pool. The filler's own first step would
+            # come too late for what it evicts itself.
+            self.engine.nudge()
         self.engine.reset_device()
-        self._fill_device()
-
-    def _fill_device(self) -> None:
         state = self.engine.state()
         longest = self.engine.config.max_model_len - 2
         blocks = state["num_gpu_blocks"]

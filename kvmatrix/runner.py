@@ -22,12 +22,11 @@ from kvmatrix.arms import Arm
 from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import Matrix, Residency
-from kvmatrix.engine import MAX_NUM_SEQS
 from kvmatrix.envs import PinEnv
 from kvmatrix.errors import InfraError
 from kvmatrix.expectations import Expectations, expected_status
 from kvmatrix.oracle import HitClass
-from kvmatrix.probes import SEVERAL, plan
+from kvmatrix.probes import REQUESTS, SEVERAL, plan
 from kvmatrix.processes import Job, JobTimeout, ParentPool, parent_env
 from kvmatrix.protocol import CHECKS as PROTOCOL
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, Status
@@ -195,7 +194,7 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         }
     llm = ctx.matrix.llm
     new_tokens = max(llm.new_tokens, cell.new_tokens, ctx.envs[cell.pin].pin.min_new_tokens)
-    requests = MAX_NUM_SEQS if cell.several else 1
+    requests = REQUESTS if cell.several else 1
     geometry = llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, new_tokens, requests)
     checkpoint = {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size}
     if geometry["max_model_len"] > CheckpointSpec.max_position_embeddings:

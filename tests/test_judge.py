@@ -134,6 +134,19 @@ def test_a_fault(judged: Callable[..., Verdict], reason: str, probe: str, change
     assert verdict.reason.startswith(f"{reason}: ")
 
 
+def test_ties_with_the_reference(observe: Observe, arm: Arm) -> None:
+    """In a low precision another token is no fault where both are as likely; a large error is one all the same."""
+    ties = TOLERANCES.model_copy(update={"reference_ties": True})
+
+    def reason(error: float, tolerances: Tolerances = ties) -> str:
+        seen = observe("cold", reference={"tokens": [8], "max_logprob_error": error})
+        return judge_probe(seen, arm, tolerances, 512, None).reason.partition(":")[0]
+
+    assert [reason(0.004), reason(0.006), reason(NAN), reason(0.004, TOLERANCES)] == ["", "reference", "reference", "reference"]
+    assert judge_agreement(AGREED | {"same_tokens": False}, ties) == PASSED
+    assert judge_agreement(AGREED | {"same_tokens": False, "max_logprob_error": 1.0}, ties).status == "FAIL"
+
+
 def test_errors_at_the_tolerance_pass(judged: Callable[..., Verdict]) -> None:
     assert judged(max_logprob_error=0.005) == PASSED
     assert judged("cold", reference=REFERENCE | {"max_logprob_error": 0.005}) == PASSED
