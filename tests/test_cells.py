@@ -184,7 +184,7 @@ def test_stock_is_unsound_where_any_group_is(make_cell: Callable[..., Cell]) -> 
             lost = False
             for chunk in (size, 2 * size):
                 loaded = [i * block >= hit // chunk * chunk for i in range(hit // block)]
-                lost = lost or bool(oracle.missing_blocks(prefix, hit, block, chunk, loaded))
+                lost = lost or bool(oracle.missing_blocks(prefix, hit, block, oracle.chunked(chunk), loaded))
             assert (cell.hit_class == "corrupt") == lost, (prefix, hit)
             classes.add(cell.hit_class)
     assert classes == {"aligned", "safe-short", "safe-crossing", "corrupt"}

@@ -225,7 +225,7 @@ class FakeSession:
     """A run whose one cell has one row, as the entry ``known`` describes it."""
 
     def __init__(self, project: Project, known: Expectation, row: ProbeRow) -> None:
-        self.project, self.row, self.selection = project, row, Selection(tiers=("llm",))
+        self.project, self.matrix, self.row, self.selection = project, project.matrix, row, Selection(tiers=("llm",))
         self.expectations = Expectations([known])
 
     def open(self, planned: list[str]) -> SimpleNamespace:

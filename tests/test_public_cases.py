@@ -39,6 +39,7 @@ def lookup(**changes: Any) -> dict[str, Any]:
         "ideal_tokens": 64,
         "boundary_resident": False,
         "faults": [],
+        "null_needed": 0,
         "leaked_cpu_pins": 0,
         "leaked_device_refs": 0,
         "pending_hits": 0,

@@ -502,7 +502,7 @@ def test_a_public_case_with_lookups(run: Callable[..., Any], make_cell: Callable
     """Its row has what was served and what could be, and an arm is held to its own promise."""
     name = "public-44599-at-the-boundaries"
     served = {"external_tokens": 48, "ideal_tokens": 48, "is_async": True, "prefix": 0, "prompt": 64, "block": 16}
-    clean = {"missing": [[]], "faults": [], "leaked_cpu_pins": 0, "leaked_device_refs": 0, "pending_hits": 0}
+    clean = {"missing": [[]], "faults": [], "null_needed": 0, "leaked_cpu_pins": 0, "leaked_device_refs": 0, "pending_hits": 0}
     lookup = served | clean | {"chunks": [None], "boundary_resident": True, "must_serve": False}
     for changes, status, tokens in (({}, "PASS", 96), ({"external_tokens": 32}, "FAIL", 80)):
         found = {"asked": 0, "faults": [], "lookups": [lookup, lookup | changes]}
