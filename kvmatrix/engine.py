@@ -312,6 +312,16 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise EngineStateError("vLLM refused to reset the device prefix cache: blocks are in use")
 
+    def overwrite_device(self) -> int:
+        """Overwrite every block of the device tier, of which none may be in use; how many there are.
+
+        Raises:
+            EngineStateError: a request has blocks.
+        """
+        if used := self.state()["used_device_blocks"]:
+            raise EngineStateError(f"{used} device blocks are in use and must not be overwritten")
+        return int(min(self.llm.collective_rpc("kvmatrix_overwrite")))
+
     def shutdown(self) -> None:
         """End the engine core's own process, where it has one; in-process it ends with this process."""
         client = self.llm.llm_engine.engine_core

@@ -2,7 +2,8 @@
 
 Methods are attached to vLLM's ``EngineCore`` and ``WorkerBase`` under ``kvmatrix_*`` names, so the same calls work
 in-process and over vLLM's own utility and collective RPC. None adds anything to a step; ``kvmatrix_cpu_forget``,
-``kvmatrix_preempt``, ``kvmatrix_device_forget`` and ``kvmatrix_loads`` change what they name, all others only read.
+``kvmatrix_preempt``, ``kvmatrix_device_forget``, ``kvmatrix_loads`` and ``kvmatrix_overwrite`` change what they name, all
+others only read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def attach() -> None:
     EngineCore.kvmatrix_preempt = preempt
     WorkerBase.kvmatrix_state = worker_state
     WorkerBase.kvmatrix_loads = control_loads
+    WorkerBase.kvmatrix_overwrite = overwrite_device
 
 
 def _manager(core: Any) -> Any:
@@ -204,6 +206,20 @@ def control_loads(worker: Any, what: str, block: int = -1) -> bool:
         return False
     {"hold": control.hold, "release": control.release, "lose": lambda: control.lose(block)}[what]()
     return True
+
+
+GARBAGE = 0x3C
+"""Of every byte of an overwritten block: a small finite number in each floating-point format."""
+
+
+def overwrite_device(worker: Any) -> int:
+    """Overwrite every block of the device tier, so that nothing that was in it can be taken for KV; how many there are."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    caches = get_kv_transfer_group().worker_handler.gpu_kv_caches
+    for cache in caches.values():
+        cache.fill_(GARBAGE)
+    return min(len(cache) for cache in caches.values())
 
 
 def _compiled_graphs() -> int:

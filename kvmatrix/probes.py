@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvmatrix import oracle
-from kvmatrix.engine import Engine, Generation
+from kvmatrix.engine import Engine, EngineStateError, Generation
 
 PROBES = (
     "cold",
@@ -312,15 +312,22 @@ class ProbeRunner:
 
     def clear_device(self) -> None:
         """Empty the device tier, then overwrite every one of its blocks: a block that is not loaded must not still
-        hold the very KV that it should have been loaded with."""
+        hold the very KV that it should have been loaded with.
+
+        Where a forward pass takes seconds, one filler request is all the traffic there is, and the blocks are overwritten
+        directly.
+        """
         if self.engine.config.lazy_offload:
             # A step stores what the next ones might evict, which is all of so small a pool. The filler's own first step would
             # come too late for what it evicts itself.
             self.engine.nudge()
         self.engine.reset_device()
         state = self.engine.state()
-        longest = self.engine.config.max_model_len - 2
-        blocks = state["num_gpu_blocks"]
+        longest, blocks = self.engine.config.max_model_len - 2, state["num_gpu_blocks"]
+        if self.geometry["slow"]:
+            if self.engine.overwrite_device() != blocks:
+                raise EngineStateError(f"not all of {blocks} device blocks were overwritten")
+            longest, blocks = self.geometry["block"], 1
         while blocks > 0:
             # The free queue is first in, first out: after as many allocations as there are blocks, each was written.
             share = -(-blocks // len(state["groups"]))

@@ -204,8 +204,15 @@ def cell_job(cell: Cell, ctx: Context) -> dict[str, Any]:
         "probes": probe_names(cell, ctx.matrix),
         "checkpoints": str(ctx.home / "checkpoints"),
         "checkpoint": checkpoint,
-        "geometry": geometry | {"seed": llm.seed, "cpu_bytes": cpu_bytes(cell, geometry["num_gpu_blocks"], llm.cpu_bytes)},
+        "geometry": geometry
+        | {"slow": is_slow(cell), "seed": llm.seed}
+        | {"cpu_bytes": cpu_bytes(cell, geometry["num_gpu_blocks"], llm.cpu_bytes)},
     }
+
+
+def is_slow(cell: Cell) -> bool:
+    """Whether a forward pass takes seconds: on the host device Triton is its interpreter."""
+    return cell.device == "host" and cell.backend == "TRITON_ATTN"
 
 
 def _sweeps_of(cell: Cell, ctx: Context) -> list[dict[str, Any]]:
@@ -598,6 +605,6 @@ def _wait_all(futures: set[Future[list[ProbeRow]]]) -> None:
 def expected_seconds(cell: Cell) -> float:
     """Rough duration of a cell, only to order cells and to say how long is left."""
     if cell.tier == "scheduler":
-        return 45
-    base = {"CPU_ATTN": 6.0, "FLEX_ATTENTION": 9.0, "TRITON_ATTN": 35.0}.get(cell.backend, 10.0)
-    return base + (20.0 if cell.mode == "compiled" else 0.0) + 0.1 * cell.new_tokens
+        return 25
+    base = {"CPU_ATTN": 4.0, "FLEX_ATTENTION": 6.0, "TRITON_ATTN": 12.0}.get(cell.backend, 6.0)
+    return base + (10.0 if cell.mode == "compiled" else 0.0) + 0.05 * cell.new_tokens

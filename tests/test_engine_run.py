@@ -365,7 +365,7 @@ def test_an_engine_core_in_a_process_of_its_own(bench: Bench, tmp_path: Path) ->
         "checkpoints": str(bench.home / "checkpoints"),
         "checkpoint": {"chunk": cell.chunk, "layers": cell.layers, "vocab_size": llm.vocab_size},
         "geometry": runner.llm_geometry(cell.prompt, cell.prefix, cell.block, cell.kv_groups, llm.new_tokens)
-        | {"seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
+        | {"slow": False, "seed": llm.seed, "cpu_bytes": llm.cpu_bytes},
     }
     script = tmp_path / "own_process.py"
     script.write_text(SCRIPT, encoding="utf-8")
