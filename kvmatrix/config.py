@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -391,17 +393,23 @@ class Matrix(Strict):
                 if backend not in known:
                     raise ValueError(f"geometry names backend {backend!r}, no pin has it: known are {', '.join(sorted(known))}")
                 what = geometry.model_dump(exclude={"backends", "modes", "dtypes", "offloads", "level"})
-                key = (backend, *what.values())
-                if key in seen:
-                    told = ", ".join(f"{name} {value}" for name, value in what.items() if value)
-                    raise ValueError(f"two geometries have backend {backend}, {told}")
-                seen.add(key)
+                for key in self._cells_of(geometry, backend, tuple(what.values())):
+                    if key in seen:
+                        told = ", ".join(f"{name} {value}" for name, value in what.items() if value)
+                        raise ValueError(f"two geometries have backend {backend}, {told}")
+                    seen.add(key)
         unused = known - {str(key[0]) for key in seen}
         if unused:
             raise ValueError(f"backend {min(unused)} of a pin has no geometry: its cells would silently be missing")
         if self.perf.backend not in known:
             raise ValueError(f"perf.backend {self.perf.backend!r} is of no pin: known are {', '.join(sorted(known))}")
         return self
+
+    def _cells_of(self, geometry: Geometry, backend: str, what: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+        """What tells the cells of a geometry apart."""
+        axes = self.axes
+        modes, dtypes = geometry.modes or axes.mode, geometry.dtypes or axes.dtype
+        return ((backend, *own, *what) for own in itertools.product(modes, dtypes, geometry.offloads or axes.offload))
 
     def at_level(self, level: Level) -> Matrix:
         """This matrix with those sweeps and programs only that the selection ``level`` has."""

@@ -56,7 +56,7 @@ def test_a_default_vanishes_from_the_id(make_cell: Callable[..., Cell]) -> None:
 
 
 def test_the_whole_matrix(matrix: Matrix) -> None:
-    cells = plan_cells(matrix, Selection(), ARMS)
+    cells = plan_cells(matrix, Selection(level="full"), ARMS)
     llm = [c for c in cells if c.tier == "llm"]
     backends = {b for p in matrix.pins if p.version == matrix.defaults.pin for b in p.backends}
     assert {(c.backend, c.mode, c.arm) for c in llm} == {(b, m, a) for b in backends for m in matrix.axes.mode for a in ARMS}

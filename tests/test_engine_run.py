@@ -247,6 +247,18 @@ def test_what_vllm_refuses_is_no_crash(bench: Bench) -> None:
     assert rows[0].reason.startswith("refused: AssertionError: assert 0 <= self.fa_gidx")
 
 
+def test_a_device_that_is_overwritten_directly(plain: Rows, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a forward pass takes seconds: the same verdicts, with a filler request for each time that it is emptied."""
+    monkeypatch.setattr(runner, "is_slow", lambda cell: True)
+    rows, cells = bench.run(bench.cells())
+    assert {k: r.status for k, r in by_name(rows).items()} == {k: r.status for k, r in plain.items()}, shown(rows)
+    assert {c.filler_requests for c in cells} == {2 + 1 + 1 + 1 + 1}, "two lost blocks, and four hits that were made"
+    wrong = by_name(rows)[STOCK, "mixed-misaligned"]
+    assert wrong.max_logprob_error != plain[STOCK, "mixed-misaligned"].max_logprob_error, (
+        "what was not loaded holds other things"
+    )
+
+
 # --- copies that misbehave --------------------------------------------------------------------------------------------
 
 
