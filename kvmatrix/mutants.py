@@ -142,7 +142,7 @@ class Controls:
 
     def problems(self) -> list[ProbeRow]:
         """Rows that are not as they must be: stock fails where it is known to and only there, the patches pass everywhere."""
-        return [r for r in self.rows if is_problem(r) or not (r.status == self._due(r) or r.is_refused_report)]
+        return [r for r in self.rows if is_problem(r) or not (r.status == self._due(r) or r.is_due_refusal)]
 
     @staticmethod
     def _due(row: ProbeRow) -> str:
@@ -169,7 +169,7 @@ class Controls:
         killer = next((r for r in rows if self.kills(r)), None)
         if killer is not None:
             return Fate(name, "killed", killer)
-        unclear = next((r for r in rows if r.status != "PASS" and not (r.is_releases_own or r.is_refused_report)), None)
+        unclear = next((r for r in rows if r.status != "PASS" and not (r.is_releases_own or r.is_due_refusal)), None)
         return Fate(name, "undecided" if unclear or not rows else "survived", unclear)
 
 
@@ -214,7 +214,7 @@ def _controls_line(controls: Controls) -> str:
         return f"CONTROLS NOT AS EXPECTED: {len(problems)} rows, first {first.id}: {first.status} {first.reason}".rstrip()
     if blind:
         return f"CONTROLS NOT AS EXPECTED: stock fails nowhere in the {', '.join(blind)} tier, so nothing would be seen there"
-    own = {r.probe for r in controls.rows if r.is_releases_own or r.is_refused_report}
+    own = {r.probe for r in controls.rows if r.is_releases_own or r.is_due_refusal}
     fails = sum(r.status == "FAIL" and r.probe not in own for r in controls.rows)
     patches = sorted({r.cell["arm"] for r in controls.rows} - {STOCK})
     every = "every other row" if own else "every row"

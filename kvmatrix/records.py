@@ -106,9 +106,11 @@ class ProbeRow(Row):
         return self.of_every_arm and self.status == "FAIL" and self.as_expected
 
     @property
-    def is_refused_report(self) -> bool:
-        """Whether it is of a public report that the release refuses to be asked about, whatever the arm: nothing is missing."""
-        return self.status == "UNSUPPORTED" and self.probe.startswith("public-") and self.reason.startswith("refused: ")
+    def is_due_refusal(self) -> bool:
+        """Whether vLLM refuses it whatever the arm, and is known to: a model or geometry that is expected to be refused, or a
+        public report that the release cannot be asked about. Nothing is missing then."""
+        report = self.probe.startswith("public-") and self.reason.startswith("refused: ")
+        return self.status == "UNSUPPORTED" and (report or self.expected == "UNSUPPORTED")
 
 
 class CellRow(Row):

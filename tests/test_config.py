@@ -115,7 +115,7 @@ def test_what_a_geometry_may_ask(change: dict[str, object], what: str) -> None:
 
 
 def test_two_geometries_that_would_share_their_cells_ids(tmp_path: Path, text: str) -> None:
-    """Its mode is one of the first geometry's, and a level is not in an id: the second geometry's rows would replace the first one's."""
+    """Its mode is one of the first geometry's, and a level is not in an id: its rows would replace the first one's."""
     extra = '[[geometries]]\nmodes = ["eager"]\nbackends = ["CPU_ATTN"]\nblock = 32\nchunk = 128\nprompt = 161\nprefix = 32\n\n'
     start = text.index("[[geometries]]")
     told = refused(tmp_path, text[:start] + extra + text[start:])

@@ -225,7 +225,7 @@ def test_a_model_with_sliding_windows_is_a_control(bench: Bench) -> None:
         assert (row.device_hit_tokens, row.external_hit_tokens) == (96, 64)
         assert row.loaded_blocks == row.needed_loads == 2 + 2
         assert found[arm, "pure-cpu-hit"].loaded_blocks == 5 + 3
-        assert 0 < (found[arm, "cold"].reference_error or 0) <= bench.project.matrix.tolerances.max_reference_error
+        assert 0 < (found[arm, "cold"].reference_error or 0) <= bench.project.matrix.tolerances["float32"].max_reference_error
 
 
 def test_two_chunk_sizes_in_one_model(bench: Bench) -> None:
@@ -237,7 +237,7 @@ def test_two_chunk_sizes_in_one_model(bench: Bench) -> None:
     assert stock.resolved["attention_chunk_size"] == [64, 128]
     assert (stock.status, patched.status) == ("FAIL", "PASS")
     assert (stock.max_logprob_error or 0) > 1
-    assert 0 < (found[STOCK, "cold"].reference_error or 0) <= bench.project.matrix.tolerances.max_reference_error
+    assert 0 < (found[STOCK, "cold"].reference_error or 0) <= bench.project.matrix.tolerances["float32"].max_reference_error
 
 
 def test_what_vllm_refuses_is_no_crash(bench: Bench) -> None:
@@ -276,7 +276,7 @@ def test_a_corrupted_load_turns_its_probe_red(with_copy_plan: Callable[..., list
 
 
 def test_a_corrupted_load_of_a_sliding_window(with_copy_plan: Callable[..., list[ProbeRow]], bench: Bench) -> None:
-    found = by_name(with_copy_plan(bench.cells_with("sf"), zero_loads=1))
+    found = by_name(with_copy_plan(bench.cells_with("sf"), zero_loads=1000))
     for arm in (STOCK, bench.patch):
         row = found[arm, "pure-cpu-hit"]
         assert row.status == "FAIL", shown(list(found.values()))

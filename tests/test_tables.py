@@ -107,6 +107,10 @@ def test_a_fault_of_the_release_is_counted_apart(qualified: list[ProbeRow], make
 def test_a_report_that_the_release_refuses_leaves_no_gap(qualified: list[ProbeRow], make_row: MakeRow) -> None:
     refused = [make_row("public-1-x", "UNSUPPORTED", cell=cell, reason="refused: vLLM's words") for cell in ({}, FIX)]
     assert document.verdict([*qualified, *refused], "fix").startswith("QUALIFIED: 5 of 6 ")
+    expected = [make_row("cold", "UNSUPPORTED", cell=c | {"layers": "cc"}, expected="UNSUPPORTED") for c in ({}, FIX)]
+    told = document.verdict([*qualified, *expected], "fix")
+    assert told.startswith("QUALIFIED: 5 of 6 probes PASS; ")
+    assert told.endswith("; 1 are refused by vLLM, as expected.")
     gone = [r.model_copy(update={"reason": "not-run: the cell ended without it"}) for r in refused]
     assert document.verdict([*qualified, *gone], "fix").startswith("QUALIFIED where it ran; 2 rows")
 

@@ -37,12 +37,14 @@ def verdict(rows: Sequence[ProbeRow], patch: str) -> str:
     passed = sum(r.status == "PASS" for r in own)
     reproduced = sum(r.status == "FAIL" and not is_problem(r) and not r.is_releases_own for r in stock)
     bad = [r for r in (*own, *stock) if is_problem(r)]
-    missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN") and not r.is_refused_report]
+    missing = [r for r in (*own, *stock) if r.status in ("UNSUPPORTED", "NOT_RUN") and not r.is_due_refusal]
     right_itself = not reproduced and any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock)
     of_stock = "stock of this release shows no fault" if right_itself else f"stock fails {reproduced} probes as expected"
     counted = f"{passed} of {len(own)} probes PASS; {of_stock}"
     if apart := sum(r.is_releases_own for r in own):
         counted += f"; {apart} fail on every arm by the release's own known faults"
+    if refused := sum(r.is_due_refusal for r in own):
+        counted += f"; {refused} are refused by vLLM, as expected"
     if bad:
         return f"NOT QUALIFIED: {len(bad)} rows are not as expected, first {bad[0].id} ({bad[0].status}). {counted}."
     if failing := [r for r in own if r.status == "FAIL" and not r.is_releases_own]:
@@ -70,7 +72,7 @@ def stock_verdict(rows: Sequence[ProbeRow]) -> str:
         return f"AFFECTED: stock shows the fault: {failed} of {len(stock)} probes FAIL as expected, {passed} PASS."
     if not any(r.probe == "mixed-misaligned" and r.status == "PASS" for r in stock):
         return f"INCOMPLETE: no engine ran the misaligned mixed hit. {ran}."
-    open_ = sum(r.status != "PASS" and not r.is_releases_own and not r.is_refused_report for r in stock)
+    open_ = sum(r.status != "PASS" and not r.is_releases_own and not r.is_due_refusal for r in stock)
     if open_:
         return f"NOT AFFECTED where it ran: {open_} rows did not run. {ran}."
     return f"NOT AFFECTED: {ran} on stock: the fault is not in this release."
