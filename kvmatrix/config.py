@@ -112,7 +112,7 @@ class Geometry(Strict):
         if self.prefix % self.block:
             raise ValueError(f"prefix {self.prefix} must be a multiple of block {self.block}")
         sizes = letters.chunk_sizes(self.layers or "c", self.chunk)
-        if sizes and not any(self.prefix % size for size in sizes):
+        if any(size > self.block for size in sizes) and not any(self.prefix % size for size in sizes):
             raise ValueError(f"prefix {self.prefix} ends on a boundary of chunk {max(sizes)}: it is not misaligned")
         if self.prompt <= self.prefix + self.block:
             raise ValueError(f"prompt {self.prompt} leaves nothing for the CPU tier behind prefix {self.prefix}")

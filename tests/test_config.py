@@ -102,10 +102,12 @@ def test_a_bad_geometry(tmp_path: Path, text: str, old: str, new: str, what: str
         ({"layers": "sf", "prefix": 128, "prompt": 417}, ""),
         ({"layers": "cc"}, ""),
         ({"chunk": 120}, ""),
+        ({"chunk": 32}, ""),
     ],
 )
 def test_what_a_geometry_may_ask(change: dict[str, object], what: str) -> None:
-    """A prefix must be misaligned for some chunk size where there is one; what vLLM alone can refuse may be asked."""
+    """A prefix must be misaligned for some chunk size where it can be, which in chunks of one block it cannot; what vLLM alone
+    can refuse may be asked."""
     asked = {"backends": ["CPU_ATTN"], "block": 32, "chunk": 128, "prompt": 161, "prefix": 32} | change
     if not what:
         assert Geometry.model_validate(asked).layers == change.get("layers", "")

@@ -657,6 +657,18 @@ def test_a_cell_is_asked_only_what_its_geometry_can_establish(make_cell: Callabl
     short, control = make_cell(prompt=129), make_cell(layers="ff")
     assert runner.probe_names(short, project.matrix) == [p for p in every if p != "mixed-aligned"]
     assert runner.probe_names(control, project.matrix) == [p for p in every if p != "mixed-aligned"]
+    one_block = make_cell(block=64, chunk=64, prompt=193, prefix=64)
+    assert (
+        runner.probe_names(one_block, project.matrix)
+        == every[:5]
+        == [
+            "cold",
+            "device-hit",
+            "corrupted-load",
+            "pure-cpu-hit",
+            "mixed-aligned",
+        ]
+    )
 
 
 def test_what_a_longer_cell_is_sent(make_context: Callable[..., Context], make_cell: Callable[..., Cell]) -> None:
