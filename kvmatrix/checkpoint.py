@@ -22,7 +22,7 @@ from typing import Any
 from kvmatrix import chunk_sizes
 from kvmatrix import layers as letters
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 MARKER = "kvmatrix-checkpoint.json"
 LONG_PROMPT = 4096
 """Tokens of a prompt from which on the reference must not hold whole matrices of scores: they would be gigabytes."""
