@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix import layers as letters
 from kvmatrix import oracle
-from kvmatrix.config import LEVELS, DType, Geometry, Level, Matrix, Pin
+from kvmatrix.config import LEVELS, DType, Geometry, Level, Matrix, OffloadMode, Pin
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
@@ -36,7 +36,7 @@ class Cell(BaseModel):
     chunk: int
     block: int
     dtype: DType = "float32"
-    offload: str = "eager"
+    offload: OffloadMode = "eager"
     prompt: int
     prefix: int = 0
     layers: str = "cf"

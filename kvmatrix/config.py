@@ -72,6 +72,8 @@ class Pin(Strict):
     backends: tuple[str, ...]
     min_new_tokens: PositiveInt = 1
     """Tokens that a request must generate before its blocks are stored."""
+    without_offload: dict[OffloadMode, str] = {}
+    """Offload modes that this release cannot be run in, and why: their cells are UNSUPPORTED."""
     extended: bool = False
     """Run only when it is named: its environment has a torch of its own, of 8 GB or so where that is a CUDA build."""
     mixed: Mixed | None = None

@@ -287,7 +287,8 @@ class Engine:
                 return
             if time.monotonic() > deadline:
                 raise EngineStateError(f"transfers still pending after {timeout:g} s: {offload}")
-            if not state["has_requests"]:
+            if self.config.lazy_offload or not state["has_requests"]:
+                # In lazy mode a step without a token may plan stores, too, which a worker without a forward pass does not make.
                 self.nudge()
             elif in_process:
                 self.llm.llm_engine.step()

@@ -280,6 +280,9 @@ class CellRun:
         """
         if self.cell.mode == "compiled" and self.ctx.compiler_reason:
             return self._write(Outcome("UNSUPPORTED", f"no-compiler: {self.ctx.compiler_reason}"), 1, 0.0)
+        without = self.ctx.envs[self.cell.pin].pin.without_offload
+        if self.cell.tier == "llm" and (why := without.get(self.cell.offload)):
+            return self._write(Outcome("UNSUPPORTED", f"known-fault: {why}"), 1, 0.0)
         for attempt in range(1, INFRA_ATTEMPTS + 1):
             started = time.monotonic()
             outcome = self._attempt(attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -368,6 +369,27 @@ def test_a_compiled_cell_without_a_compiler(run: Callable[..., Any], make_cell: 
     assert rows[0].reason == "no-compiler: no C++ compiler (g++) is installed"
     assert ctx.pool.sent == []
     assert cell_rows(ctx)[0].status == "UNSUPPORTED"
+
+
+def test_an_offload_mode_that_a_release_cannot_be_run_in(
+    make_context: Callable[..., Context], make_cell: Callable[..., Cell], went_well: Callable[..., list[Message]]
+) -> None:
+    ctx = make_context(([*went_well(["cold"]), DONE], 0))
+    env = ctx.envs["0.32.0"]
+    ctx.envs["0.32.0"] = dataclasses.replace(
+        env, pin=env.pin.model_copy(update={"without_offload": {"lazy": "it never rests"}})
+    )
+    rows = CellRun(make_cell(offload="lazy"), ctx, lambda _: None).run()
+    assert {(r.status, r.reason) for r in rows} == {("UNSUPPORTED", "known-fault: it never rests")}
+    assert len(rows) == len(PROBES)
+    assert not any(map(is_problem, rows))
+    assert ctx.pool.sent == []  # type: ignore[attr-defined]
+    assert CellRun(make_cell(), ctx, lambda _: None).run()[0].status == "PASS", "other modes run"
+
+
+def test_the_release_whose_lazy_stores_are_lost(project: Project) -> None:
+    assert set(project.matrix.pin("0.29.0", "host").without_offload) == {"lazy"}
+    assert project.matrix.pin("0.32.0", "host").without_offload == {}
 
 
 def test_an_eager_cell_needs_no_compiler(run: Callable[..., Any], went_well: Callable[..., list[Message]]) -> None:
