@@ -275,7 +275,7 @@ def _check_applied(path: Path, file: PatchedFile, patch_file: Path) -> None:
         )
     try:
         compile(path.read_bytes(), str(file.path), "exec")
-    except SyntaxError as e:
+    except (SyntaxError, ValueError) as e:  # before Python 3.11.4 a null byte is a ValueError
         raise PatchError(f"{patch_file} gives a {file.path} that does not compile: {e}") from e
 
 
