@@ -55,8 +55,7 @@ class ConcurrentProbes:
         states = {"a pure CPU hit was aborted while it loaded": self._aborted_in_load()}
         self.runner.hold_on_device(self.runner.prompt, plan.device_tokens)
         if not self._aborted_in_load():  # a declined lookup: what the aborted request computed is on the device now
-            self.runner.clear_device()
-            self.runner.hold_on_device(self.runner.prompt, plan.device_tokens)
+            self.runner.hold_prefix_alone(plan.device_tokens)
         return self.runner.ask_measured(), {"states": states}
 
     def _aborted_in_load(self) -> bool:
@@ -79,9 +78,8 @@ class ConcurrentProbes:
         its prefix on the device: it is resumed by another mixed hit."""
         assert self.runner.cold is not None
         other, other_cold = self._other(1)
-        self.runner.clear_device()
         plan = self.runner.plan("preempted-loading")
-        self.runner.hold_on_device(self.runner.prompt, plan.device_tokens)
+        self.runner.hold_prefix_alone(plan.device_tokens)
         self.runner.note_residency()
         before = self.engine.counters()
         first = self.engine.start(self.runner.prompt, self.geometry["new_tokens"])

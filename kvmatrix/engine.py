@@ -63,7 +63,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     offload: bool = True
     disk_path: str = ""
-    """File of the connector's disk tier, in place of host memory; it is sparse, and vLLM removes it in the end."""
+    """File of the connector's disk tier, in place of host memory; it is sparse."""
 
     def llm_kwargs(self) -> dict[str, Any]:
         from vllm.config import KVTransferConfig
@@ -157,7 +157,7 @@ class Engine:
 
     def cpu_blocks(self, prompt: list[int]) -> list[list[bool]]:
         """``[group][whole block of the prompt]``: does the CPU tier hold it."""
-        return [list(group) for group in self._core_call("kvmatrix_cpu_blocks", prompt)]
+        return [[block >= 0 for block in group] for group in self.cpu_block_ids(prompt)]
 
     def cpu_block_ids(self, prompt: list[int]) -> list[list[int]]:
         """``[group][whole block of the prompt]``: the CPU tier's block of it, -1 where it has none."""

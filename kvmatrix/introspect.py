@@ -8,6 +8,7 @@ others only read.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvmatrix import overlay
@@ -20,7 +21,6 @@ def attach() -> None:
 
     EngineCore.kvmatrix_state = core_state
     EngineCore.kvmatrix_cpu_resident = cpu_resident
-    EngineCore.kvmatrix_cpu_blocks = cpu_blocks
     EngineCore.kvmatrix_cpu_block_ids = cpu_block_ids
     EngineCore.kvmatrix_cpu_forget = cpu_forget
     EngineCore.kvmatrix_device_forget = device_forget
@@ -126,11 +126,6 @@ def _copies(core: Any, prompt: list[int], pool: Any) -> list[list[Any]]:
     return copies
 
 
-def cpu_blocks(core: Any, prompt: list[int]) -> list[list[bool]]:
-    """``[group][whole block of the prompt]``: does the CPU tier hold it."""
-    return [[block is not None for block in group] for group in _cpu_copies(core, prompt)]
-
-
 def cpu_block_ids(core: Any, prompt: list[int]) -> list[list[int]]:
     """``[group][whole block of the prompt]``: id of the CPU tier's block of it, -1 where it has none."""
     return [[-1 if block is None else block.block_id for block in group] for group in _cpu_copies(core, prompt)]
@@ -163,8 +158,6 @@ def preempt(core: Any, request_id: str) -> None:
     Raises:
         KeyError: no such request is running.
     """
-    import time
-
     scheduler = core.scheduler
     request = next((r for r in scheduler.running if r.request_id == request_id), None)
     if request is None:

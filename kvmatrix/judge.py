@@ -103,10 +103,17 @@ def judge_probe(
     return Verdict("PASS")
 
 
+def _other_files(imported: dict[str, str], arm: Arm) -> Verdict | None:
+    """The verdict on whatever was asked of other files than the arm's; None where they are the arm's."""
+    if imported == arm.expected:
+        return None
+    return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+
+
 def judge_corrupted(observed: dict[str, Any], arm: Arm, tolerances: Tolerances) -> Verdict:
     """Whether the loss of one block of any group is noticed. A cell that would not notice it is INFRA, with all its rows."""
-    if observed["imported"] != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(observed['imported'])}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(observed["imported"], arm):
+        return other
     if not observed["detail"]["damage"]:
         return Verdict("INFRA", "blind: attention needs no block of any hit of this geometry")
     for damage in observed["detail"]["damage"]:
@@ -229,8 +236,8 @@ def _faults(o: dict[str, Any], tolerances: Tolerances, keeps: Keeps) -> Iterator
 
 def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
     """Status of one scheduler case: sound, nothing leaked, and no reuse lost where stock is right or the patch promises it."""
-    if case["imported"] != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(case['imported'])}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(case["imported"], arm):
+        return other
     answer = f"({case['external_tokens']}, {case['is_async']})"
     if case["faults"]:
         return Verdict("FAIL", case["faults"][0])
@@ -256,8 +263,8 @@ def judge_case(case: dict[str, Any], arm: Arm) -> Verdict:
 
 def judge_sweep(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
     """Status of a sweep: every hit sound, nothing leaked, and no reuse lost where stock is right or the patch promises it."""
-    if imported != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(imported, arm):
+        return other
     if not totals["ideal"]:
         return Verdict("INFRA", f"vacuous: nothing could be served in any of {totals['geometries']} geometries")
     if totals["residency"] == "evicted-pinned" and not totals["pressed"]:
@@ -287,8 +294,8 @@ _PROMISED = {
 
 def judge_protocol(tried: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
     """Status of one check of the calls around a lookup."""
-    if imported != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(imported, arm):
+        return other
     if tried["faults"]:
         return Verdict("FAIL", f"{tried['first_fault']}, the first of {tried['faults']} in {tried['asked']} tries")
     return Verdict("PASS")
@@ -296,8 +303,8 @@ def judge_protocol(tried: dict[str, Any], imported: dict[str, str], arm: Arm) ->
 
 def judge_public(found: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
     """Status of a public report's case: nothing that it asks is wrong, and each of its lookups is what the arm owes."""
-    if imported != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(imported, arm):
+        return other
     lookups, faults = found["lookups"], found["faults"]
     if not found["asked"] and not any(lookup["ideal_tokens"] for lookup in lookups):
         return Verdict("INFRA", f"vacuous: nothing was asked, and nothing could be served in {len(lookups)} lookups")
@@ -331,8 +338,8 @@ MIN_MISALIGNED = 20
 
 def judge_stateful(totals: dict[str, Any], imported: dict[str, str], arm: Arm) -> Verdict:
     """Status of a stateful test: no program broke an invariant, and enough of them came to the lookup that is in question."""
-    if imported != arm.expected:
-        return Verdict("INFRA", f"wrong-arm: imported {_short(imported)}, arm {arm.name} is {_short(arm.expected)}")
+    if other := _other_files(imported, arm):
+        return other
     if totals["violation"]:
         return Verdict("FAIL", f"{totals['violation']}; smallest program: {totals['program']}")
     if totals["misaligned"] < MIN_MISALIGNED or not totals["loads"]:

@@ -11,24 +11,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from kvmatrix import oracle
+from kvmatrix.config import ProbeName
 from kvmatrix.engine import Engine, EngineStateError, Generation
 
-PROBES = (
-    "cold",
-    "device-hit",
-    "corrupted-load",
-    "pure-cpu-hit",
-    "mixed-aligned",
-    "mixed-misaligned",
-    "follow-up",
-    "mixed-head-gone",
-    "batch",
-    "abort-loading",
-    "preempted-loading",
-)
+PROBES: tuple[ProbeName, ...] = get_args(ProbeName)
+"""In the order in which they are run."""
 REQUESTS = 4
 """Of a batch, and what such a pool has room for."""
 SEVERAL = ("batch", "abort-loading", "preempted-loading")
@@ -272,13 +262,17 @@ class ProbeRunner:
         return self.ask_measured()
 
     def _mixed(self, name: str) -> Generation:
-        self.clear_device()
         plan = self.plan(name)
-        self.hold_on_device(self.prompt, plan.device_tokens)
+        self.hold_prefix_alone(plan.device_tokens)
         if plan.gone_blocks:
             # What a device prefix in steady use comes to: nobody asks the CPU tier for these blocks, so they age there.
             self.engine.cpu_forget(self.prompt, 0, plan.gone_blocks)
         return self.ask_measured()
+
+    def hold_prefix_alone(self, tokens: int) -> None:
+        """Empty the device, then make the first ``tokens`` tokens of the runner's prompt, whole blocks, resident there."""
+        self.clear_device()
+        self.hold_on_device(self.prompt, tokens)
 
     def hold_on_device(self, prompt: list[int], tokens: int) -> None:
         """Make the first ``tokens`` tokens of ``prompt``, whole blocks, and nothing behind them resident on the device."""

@@ -357,7 +357,7 @@ class CellRun:
         elif kind == "probe":
             outcome.probes.append(self._probe_row(message, outcome, attempt))
         elif kind in self._scheduler_rows:
-            outcome.probes.append(self._scheduler_rows[kind](message, attempt))
+            outcome.probes.append(self._scheduler_row(kind, message, attempt))
         elif kind == "summary":
             outcome.filler_requests = message["filler_requests"]
         elif kind == "error":
@@ -400,6 +400,11 @@ class CellRun:
             seconds=observed["seconds"],
         )
 
+    def _scheduler_row(self, kind: str, message: dict[str, Any], attempt: int) -> ProbeRow:
+        if refused := message.get("refused"):
+            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
+        return self._scheduler_rows[kind](message, attempt)
+
     def _case_row(self, case: dict[str, Any], attempt: int) -> ProbeRow:
         return self._row(
             case["name"],
@@ -419,14 +424,10 @@ class CellRun:
         )
 
     def _protocol_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
-        if refused := message.get("refused"):
-            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
         verdict = judge.judge_protocol(message["tried"], message["imported"], self.arm)
         return self._row(message["name"], verdict, attempt, imported=message["imported"], resolved=message["tried"])
 
     def _sweep_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
-        if refused := message.get("refused"):
-            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
         totals = message["totals"]
         return self._row(
             message["name"],
@@ -440,8 +441,6 @@ class CellRun:
         )
 
     def _stateful_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
-        if refused := message.get("refused"):
-            return self._row(message["name"], judge.Verdict("UNSUPPORTED", refused), attempt, imported=message["imported"])
         totals = message["totals"]
         return self._row(
             message["name"],
@@ -453,16 +452,16 @@ class CellRun:
         )
 
     def _public_row(self, message: dict[str, Any], attempt: int) -> ProbeRow:
-        name, imported = message["name"], message["imported"]
-        if refused := message.get("refused"):
-            return self._row(name, judge.Verdict("UNSUPPORTED", refused), attempt, imported=imported)
-        found = message["found"]
-        tokens = {
+        found, imported = message["found"], message["imported"]
+        sums = {
             "reuse_tokens": sum(lookup["ideal_tokens"] for lookup in found["lookups"]),
             "external_hit_tokens": sum(lookup["external_tokens"] for lookup in found["lookups"]),
         }
+        tokens = sums if found["lookups"] else {}
         verdict = judge.judge_public(found, imported, self.arm)
-        return self._row(name, verdict, attempt, imported=imported, resolved=found, **(tokens if found["lookups"] else {}))
+        return self._row(
+            message["name"], verdict, attempt, imported=imported, resolved=found, **(tokens if found["lookups"] else {})
+        )
 
     def _row(self, probe: str, verdict: judge.Verdict, attempt: int, **fields: Any) -> ProbeRow:
         entry = self.ctx.expectations.find(self.cell, probe)
