@@ -38,6 +38,8 @@ INFRA_ATTEMPTS = 2
 CPU_TIERS = 8
 """Device tiers that the CPU tier holds at least: fillers are stored too, and must not push out what a probe needs."""
 FLOAT32_BYTES = 4
+COMPILING_SECONDS = 20.0
+"""What a cell takes longer, roughly, that compiles its model first."""
 
 WITH_PARENT = "with its parent"
 """How a child ended that says nothing of itself."""
@@ -582,10 +584,8 @@ def run_cells(cells: Sequence[Cell], ctx: Context, jobs: int, progress: Progress
         progress.cell_done(cell, rows, time.monotonic() - started)
         return rows
 
-    # The longest first, so that no long cell is left alone at the end.
-    order = sorted(cells, key=lambda c: -expected_seconds(c))
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="kvmatrix-cell") as executor:
-        futures: dict[Future[list[ProbeRow]], Cell] = {executor.submit(work, c): c for c in order}
+        futures: dict[Future[list[ProbeRow]], Cell] = {executor.submit(work, c): c for c in running_order(cells)}
         try:
             _wait_all(set(futures))
         except BaseException:
@@ -604,9 +604,25 @@ def _wait_all(futures: set[Future[list[ProbeRow]]]) -> None:
             future.result()
 
 
+def running_order(cells: Sequence[Cell]) -> list[Cell]:
+    """The longest first, so that no long cell is left alone at the end.
+
+    Of the arms that compile the same model one goes ahead: the others find what it compiled, and do not do so beside it.
+    """
+    compiling = {c.id for c in _first_of_each_model(cells)}
+    return sorted(cells, key=lambda c: -expected_seconds(c) - (COMPILING_SECONDS if c.id in compiling else 0.0))
+
+
+def _first_of_each_model(cells: Sequence[Cell]) -> list[Cell]:
+    first: dict[str, Cell] = {}
+    for cell in (c for c in cells if c.mode == "compiled"):
+        first.setdefault(cell.id.removesuffix(cell.arm), cell)
+    return list(first.values())
+
+
 def expected_seconds(cell: Cell) -> float:
-    """Rough duration of a cell, only to order cells and to say how long is left."""
+    """Rough duration of a cell, only to order cells and to say how long is left; of a model that was compiled before."""
     if cell.tier == "scheduler":
         return 25
     base = {"CPU_ATTN": 4.0, "FLEX_ATTENTION": 6.0, "TRITON_ATTN": 12.0}.get(cell.backend, 6.0)
-    return base + (10.0 if cell.mode == "compiled" else 0.0) + 0.05 * cell.new_tokens
+    return base + (5.0 if cell.mode == "compiled" else 0.0) + 0.05 * cell.new_tokens

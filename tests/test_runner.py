@@ -20,7 +20,7 @@ from kvmatrix.errors import DiskError, InfraError
 from kvmatrix.expectations import Expectation, Expectations, is_problem
 from kvmatrix.processes import JobTimeout
 from kvmatrix.records import CellRow, ProbeRow, RowWriter, RunRow, last_attempts, read_rows
-from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells
+from kvmatrix.runner import CellRun, Context, Progress, cell_job, classify_error, run_cells, running_order
 
 EXPECTED_RED = ["mixed-misaligned", "follow-up", "mixed-head-gone"]
 PROBES = [p for p in probes.PROBES if p not in probes.SEVERAL]
@@ -710,3 +710,14 @@ def test_the_cpu_tier_outgrows_a_large_device_tier(
     large = cell_job(make_cell(layers="cccfcccf", chunk=8192, block=128, prompt=8321, prefix=128), ctx)["geometry"]
     of_block = 128 * 2 * 512  # tokens, layers of a group, bytes of a token's keys and values: 2 x 2 heads x 32 x float32
     assert large["cpu_bytes"] == 8 * large["num_gpu_blocks"] * of_block > least
+
+
+def test_one_arm_of_a_compiled_model_goes_ahead_of_the_others() -> None:
+    def cells(mode: str, prompt: int) -> list[Cell]:
+        sizes = {"chunk": 128, "block": 32, "prompt": prompt, "prefix": 32}
+        common = {"tier": "llm", "pin": "0.32.0", "device": "host", "backend": "CPU_ATTN", "mode": mode, **sizes}
+        return [Cell(arm=arm, **common) for arm in ("stock", "fix", "other")]
+
+    order = running_order([*cells("eager", 161), *cells("compiled", 161), *cells("compiled", 255)])
+    assert [(c.mode, c.prompt, c.arm) for c in order[:2]] == [("compiled", 161, "stock"), ("compiled", 255, "stock")]
+    assert [c.mode for c in order] == ["compiled"] * 6 + ["eager"] * 3
