@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from kvmatrix import layers as letters
 from kvmatrix.errors import DeviceError, UsageError
@@ -351,7 +351,7 @@ class PerfSize(Strict):
 
 class Perf(Strict):
     blocks: int = Field(ge=2)
-    """Fewer than :data:`MIN_BLOCKS` give no verdict."""
+    """Fewer than 7 give no verdict (:mod:`kvmatrix.stats`)."""
     size: str
     backend: str
     mode: Mode
