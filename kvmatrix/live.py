@@ -33,23 +33,37 @@ class Live:
         self.timeout = ctx.matrix.budgets.cell_timeout_s
         self._jobs: list[Job] = []
 
-    def start(self, job: dict[str, Any], name: str) -> tuple[Job, dict[str, Any]]:
-        """Start a child and wait until it is ready; its ``ready`` message comes back.
-
-        Raises:
-            InfraError: it ended, failed or took too long.
-        """
+    def begin(self, job: dict[str, Any], name: str) -> Job:
+        """Fork a child for ``job``, whose arm is in it, and do not wait for it: see :meth:`ready`."""
         child = self.parent.start(job, self.ctx.folder / "logs" / f"{name}.log")
         self._jobs.append(child)
+        return child
+
+    def ready(self, child: Job, job: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the child of ``job`` is ready; its ``ready`` message comes back.
+
+        Raises:
+            InfraError: it ended, failed, took too long, is another engine than the one asked for or another arm.
+        """
         while True:
             message = self._next(child)
             if message["type"] == "engine":
-                verdict = judge.judge_engine(Cell.model_validate(job["cell"]), message)
+                with_offload = job["geometry"].get("offload", True)
+                verdict = judge.judge_engine(Cell.model_validate(job["cell"]), message, with_offload)
                 if verdict.status != "PASS":
                     raise InfraError(f"the engine to be measured is not the one that was asked for: {verdict.reason}")
             if message["type"] == "ready":
                 self._check_arm(message["imported"], job["arm"])
-                return child, message
+                return message
+
+    def start_all(self, jobs: dict[str, dict[str, Any]], name: str) -> tuple[dict[str, Job], dict[str, dict[str, Any]]]:
+        """Start a child for each arm's job side by side; the children and their ``ready`` messages, by arm.
+
+        Raises:
+            InfraError: see :meth:`ready`.
+        """
+        children = {arm: self.begin(job, f"{name}-{arm}") for arm, job in jobs.items()}
+        return children, {arm: self.ready(child, jobs[arm]) for arm, child in children.items()}
 
     def _check_arm(self, imported: dict[str, str], arm: str) -> None:
         if imported != self.ctx.arms[self.pin, measured_arm(arm)].expected:
