@@ -61,7 +61,7 @@ def interleaved_order(arms: Sequence[str], rounds: int) -> list[str]:
 
 
 def block_ratios(numerator: Rounds, denominator: Rounds) -> list[float]:
-    """Per block, the median of the logarithms of its rounds' ratios: round i against round i, the same prompt or the same moment.
+    """Per block, the median of its rounds' log ratios: round i against round i, the same prompt or the same moment.
 
     Raises:
         ValueError: no blocks, an empty one, unequal shapes, or a time that is not positive and finite.
@@ -96,9 +96,9 @@ def ratio_interval(numerator: Rounds, denominator: Rounds) -> Interval:
     12      normal              91.2        91.0  95.4         94.9         95.2         95.3
     ======  ==================  ==========  ====  ===========  ===========  ===========  =========
 
-    BCa's correction of bias and skewness is itself estimated from the few values: it helps under skewed noise only, and there is
-    nothing to correct where the blocks agree. bootstrap-t is a third longer at five blocks. Where all blocks agree the interval
-    is the estimate.
+    BCa's correction of bias and skewness is itself estimated from the few values: it helps under skewed noise only, and where
+    blocks agree it is undefined. bootstrap-t is a third longer at five blocks. Student's t is as good under symmetric noise,
+    and knows no skewness at all. Where all blocks agree the interval is the estimate.
 
     Raises:
         ValueError: as :func:`block_ratios`, or fewer than two blocks.
@@ -165,7 +165,7 @@ def growth_exponent(tokens: Sequence[float], seconds: Sequence[float]) -> tuple[
 
 
 def outliers(rounds: Sequence[float]) -> int:
-    """How many rounds lie outside Tukey's outer fences, three interquartile ranges from the quartiles. They are told, and stay."""
+    """How many rounds lie outside Tukey's outer fences, three interquartile ranges from the quartiles. They stay in."""
     if len(rounds) < 2:
         return 0
     low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")

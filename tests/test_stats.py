@@ -237,7 +237,7 @@ def test_growth_has_an_interval() -> None:
     ids=["two-points", "unequal", "no-time", "one-size"],
 )
 def test_what_has_no_growth(tokens: list[float], seconds: list[float]) -> None:
-    with pytest.raises(ValueError, match="points|positive|identical"):
+    with pytest.raises(ValueError, match=r"points|positive|identical"):
         growth_exponent(tokens, seconds)
 
 
