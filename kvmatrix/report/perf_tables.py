@@ -38,7 +38,7 @@ def struck(text: str, right: bool) -> str:
 
 def figure(value: float) -> str:
     """Three digits; whole numbers, and what is above a hundred, in full."""
-    if float(value).is_integer():
+    if float(value).is_integer() or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
