@@ -202,6 +202,7 @@ def around(middle: float, half: float = 0.005, blocks: int = 7) -> Interval:
         (around(0.993), CALM, "no clear change"),
         (around(1.02), Interval(1.01, 0.999, 1.021, 7), "unresolved"),
         (around(0.98), Interval(1.012, 1.003, 1.021, 7), "no clear change"),  # noise on one side counts on both
+        (around(1.02), Interval(0.988, 0.979, 0.997, 7), "no clear change"),
         (around(1.0, half=0.02), CALM, "unresolved"),
         (around(1.0), around(1.0, half=0.02), "unresolved"),
         (around(3.0, half=0.2), around(1.0, half=0.05), "slower"),  # too wide for "no change", and clear
