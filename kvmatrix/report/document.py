@@ -12,7 +12,7 @@ from kvmatrix.errors import DiskError, NothingRanError
 from kvmatrix.expectations import is_problem
 from kvmatrix.qualified import newest_runs
 from kvmatrix.records import EXECUTED, AnyRow, CellRow, EndRow, PerfRow, ProbeRow, RunRow, last_attempts, place, read_rows
-from kvmatrix.report import tables
+from kvmatrix.report import perf_tables, tables
 
 TABLES = "tables.md"
 MISALIGNED = "Misaligned mixed hit: the device prefix ends inside an attention chunk, the rest is in the CPU tier."
@@ -116,15 +116,12 @@ def conformance_summary(rows: Sequence[ProbeRow], notes: Sequence[str] = ()) -> 
 
 
 def perf_summary(rows: Sequence[PerfRow]) -> str:
-    groups = {r.group for r in rows}
-    parts = []
-    if "lookup" in groups:
-        parts.append("Lookup call (`get_num_new_matched_tokens`)\n\n" + tables.lookup_perf(rows))
-    if "generate" in groups:
-        parts.append("One request, per class of hit\n\n" + tables.generate_perf(rows))
-    if "harness" in groups:
-        parts.append("The harness\n\n" + tables.harness_perf(rows))
-    return "\n\n".join(parts)
+    """What a perf run prints last: a sentence for each patch, the tables, and folded every figure of vLLM's benchmark."""
+    parts = ["\n".join(f"- {line}" for line in perf_tables.verdict_lines(rows))]
+    parts += [f"{title}\n\n{body}" for title, body in perf_tables.sections(rows)]
+    if fields := perf_tables.all_fields(rows):
+        parts.append(_folded("Every figure of vLLM's serving benchmark", fields))
+    return "\n\n".join(filter(None, parts))
 
 
 def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
