@@ -53,7 +53,9 @@ def flop_of_prompt(tokens: int, first: int, config: dict[str, Any]) -> float:
             ``vocab_size``.
     """
     hidden, width = config["hidden_size"], config["heads"] * config["head_dim"]
-    weights = 2 * hidden * width + 2 * hidden * config["kv_heads"] * config["head_dim"] + 3 * hidden * config["intermediate_size"]
+    weights = (
+        2 * hidden * width + 2 * hidden * config["kv_heads"] * config["head_dim"] + 3 * hidden * config["intermediate_size"]
+    )
     total = 2.0 * hidden * config["vocab_size"]
     for letter in config["layers"]:
         total += 2.0 * weights * (tokens - first)

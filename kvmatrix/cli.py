@@ -92,6 +92,7 @@ def _selection(args: argparse.Namespace) -> Selection:
         offloads=tuple(args.offload),
         tiers=tuple(args.tier),
         level=args.level or "default",
+        size=getattr(args, "size", ""),
     )
 
 
@@ -106,6 +107,7 @@ def build_parser() -> Parser:
     perf = commands.add_parser("perf", help="measure what the patch costs, arms interleaved in one run")
     _add_axes(perf)
     _add_pytest(perf)
+    perf.add_argument("--size", default="", metavar="NAME", help="model to measure: a size of matrix.toml (tiny, small)")
     _add_mutants(commands.add_parser("mutants", help="run plausible wrong fixes: the suite must kill every one"))
     _add_upstream(commands.add_parser("upstream", help="vLLM's own tests of the connector, from a checkout, against each arm"))
     cells = commands.add_parser("cells", help="list the cells that a run would have, without running them")
@@ -199,6 +201,8 @@ def _say_of_expectations(stale: Sequence[Expectation], expired: Sequence[Expecta
 
 def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     console = Console(stderr=True)
+    if args.size and args.size not in project.matrix.perf.sizes:
+        raise UsageError(f"unknown size {args.size!r}: known are {', '.join(project.matrix.perf.sizes)}")
     session = Session(project, _selection(args), "perf", console, argv)
     session.plan()
     plugin = PerfPlugin(session, console)

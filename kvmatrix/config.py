@@ -322,7 +322,9 @@ class LookupPerf(Strict):
     def _reachable(self) -> LookupPerf:
         for prefix in self.prefixes:
             if prefix % self.block or prefix + self.block >= self.prompt:
-                raise ValueError(f"prefix {prefix} must be whole blocks of {self.block}, and leave one before prompt {self.prompt}")
+                raise ValueError(
+                    f"prefix {prefix} must be whole blocks of {self.block}, and leave one before prompt {self.prompt}"
+                )
         return self
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmatrix.cells import Cell
 from kvmatrix.ceilings import break_even, flop_of_prompt
+from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import PerfSize
 from kvmatrix.errors import InfraError
