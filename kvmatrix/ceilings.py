@@ -16,8 +16,11 @@ REPEATS = 5
 
 
 def measure() -> dict[str, Any]:
-    """``copy_bytes_per_s``: bytes copied from one tensor to another in a second. ``matmul_flop_per_s``: float32 operations of a matrix
-    product, 2 n^3 for matrices of n x n. Of each the best of ``REPEATS``: a ceiling is not an average."""
+    """Of each the best of ``REPEATS``: a ceiling is not an average.
+
+    ``copy_bytes_per_s``: bytes copied from one tensor to another in a second. ``matmul_flop_per_s``: float32 operations of a
+    matrix product in a second, 2 n^3 for matrices of n x n. ``threads``: torch's.
+    """
     import torch
 
     source, target = torch.ones(COPY_BYTES, dtype=torch.int8), torch.empty(COPY_BYTES, dtype=torch.int8)
@@ -44,8 +47,8 @@ def _best(call: Callable[[], object]) -> float:
 def flop_of_prompt(tokens: int, first: int, config: dict[str, Any]) -> float:
     """Floating-point operations to compute the prompt's tokens from ``first`` on, of a dense Llama 4 with gated MLPs.
 
-    Two operations a weight and token for the projections and the MLP; for attention two products of ``heads x head_dim`` with each
-    position that the token sees, which in a chunked layer are those of its own chunk; the head's projection for the last token.
+    Two operations a weight and token for the projections and the MLP; for attention two products of ``heads x head_dim`` with
+    each position that the token sees, in a chunked layer those of its own chunk; the head's projection for the last token.
     Norms, rotations and the softmax are left out.
 
     Args:
@@ -61,7 +64,7 @@ def flop_of_prompt(tokens: int, first: int, config: dict[str, Any]) -> float:
         total += 2.0 * weights * (tokens - first)
         seen = (p % config["chunk"] + 1 if letter == "c" else p + 1 for p in range(first, tokens))
         total += 4.0 * width * sum(seen)
-    return total
+    return float(total)
 
 
 def break_even(step_seconds: float, load_per_token: float, recompute_per_token: float) -> float | None:

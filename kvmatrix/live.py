@@ -45,15 +45,16 @@ class Live:
         Raises:
             InfraError: it ended, failed, took too long, is another engine than the one asked for or another arm.
         """
+        with_connector = job["geometry"].get("offload", True)  # without it vLLM imports nothing that an arm changes
         while True:
             message = self._next(child)
             if message["type"] == "engine":
-                with_offload = job["geometry"].get("offload", True)
-                verdict = judge.judge_engine(Cell.model_validate(job["cell"]), message, with_offload)
+                verdict = judge.judge_engine(Cell.model_validate(job["cell"]), message, with_connector)
                 if verdict.status != "PASS":
                     raise InfraError(f"the engine to be measured is not the one that was asked for: {verdict.reason}")
             if message["type"] == "ready":
-                self._check_arm(message["imported"], job["arm"])
+                if with_connector or message["imported"]:
+                    self._check_arm(message["imported"], job["arm"])
                 return message
 
     def start_all(self, jobs: dict[str, dict[str, Any]], name: str) -> tuple[dict[str, Job], dict[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Requests in live engines, all arms in one run: blocks of engines that are new in each, the arms interleaved request by request."""
+"""Requests in live engines, all arms in one run: blocks of new engines, the arms interleaved request by request."""
 
 from __future__ import annotations
 
@@ -45,8 +45,19 @@ class Measured:
 
 def perf_cell(size: PerfSize, backend: str, mode: str, pin: str, arm: str) -> Cell:
     """The cell whose engine the measurements run."""
-    sizes = {"chunk": size.chunk, "block": size.block, "prompt": size.prompt, "prefix": size.block, "layers": size.layers}
-    return Cell(tier="llm", pin=pin, device="host", arm=arm, backend=backend, mode=mode, **sizes)
+    return Cell(
+        tier="llm",
+        pin=pin,
+        device="host",
+        arm=arm,
+        backend=backend,
+        mode=mode,
+        chunk=size.chunk,
+        block=size.block,
+        prompt=size.prompt,
+        prefix=size.block,
+        layers=size.layers,
+    )
 
 
 class GenerateRun:
@@ -96,7 +107,7 @@ class GenerateRun:
             self._ceilings(group, children[arms[0]], seeds[0])
 
     def _control(self, block: int, arms: list[str]) -> dict[str, list[dict[str, Any]]]:
-        """The conversations in engines without the connector; the answers of each arm's engine, the reference of those with it."""
+        """The conversations in engines without the connector: per arm the answers, the reference of those with it."""
         answers: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         if not any(w in self.measured for w in TRACE):
             return answers

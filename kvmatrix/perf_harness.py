@@ -1,4 +1,4 @@
-"""The harness itself: what a cell costs from the preloaded parent, against one in a process of its own, and where the time goes."""
+"""The harness itself: a cell from the preloaded parent against one in a process of its own, and where the time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of the lookup call per arm, with the real scheduler and no model: blocks of new processes, the arms interleaved inside each."""
+"""Time of the lookup call per arm, real scheduler, no model: blocks of new processes, the arms interleaved inside each."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def measure_lookup(
 
 def _calls(group: Live, child: Job) -> int:
     """Calls of a round, from two short ones and a whole one, which are the child's warm-up and are not kept."""
-    once = min(group.ask(child, {"calls": 3})["seconds"] / 3 for _ in range(2))
+    once: float = min(group.ask(child, {"calls": 3})["seconds"] / 3 for _ in range(2))
     calls = max(1, math.ceil(ROUND_SECONDS / once))
     group.ask(child, {"calls": calls})
     return calls

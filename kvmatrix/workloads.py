@@ -1,11 +1,12 @@
 """Workloads of the perf suite, in a live engine: each measured request comes right after its state was established.
 
-A prompt belongs to one block of the run. It is asked cold once, which also fills the CPU tier, and then in each class of hit, after
-the device tier was reset and given the prefix that the class is about. No request is served what another prompt left.
+A prompt belongs to one block of the run. It is asked cold once, which also fills the CPU tier, and then in each class of hit,
+after the device tier was reset and given the prefix that the class is about. No request is served what another prompt left.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -63,7 +64,8 @@ class WorkloadRunner:
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of ``workload``, as the fields of :class:`kvmatrix.records.BenchRequest` and ``token_ids``.
 
-        ``request`` has ``workload`` and ``seed``; of a hit ``prefix``, of a conversation ``turn``, optionally ``length`` in tokens.
+        ``request`` has ``workload`` and ``seed``; of a hit ``prefix``, of a conversation ``turn``; ``length`` in tokens, where
+        another than the geometry's.
         """
         workload, seed = request["workload"], request["seed"]
         if workload in ("multi-turn", "no-offload"):
@@ -83,7 +85,7 @@ class WorkloadRunner:
         return fields | {"right": right, "reference_ttft": reference.token_seconds[0]}
 
     def _establish(self, workload: str, prompt: list[int], prefix: int) -> None:
-        """Bring the device tier to ``prefix`` tokens of the prompt; what ``device-hit`` needs is there since the prompt was cold."""
+        """Bring the device tier to ``prefix`` tokens of the prompt; a cold prompt has left what ``device-hit`` needs."""
         if workload == "device-hit":
             return
         self.engine.reset_device()
@@ -107,7 +109,7 @@ class WorkloadRunner:
             "prompt_tokens": len(prompt),
             "output_tokens": len(timed.token_ids),
             "ttft": at[0],
-            "itl": [b - a for a, b in zip(at, at[1:], strict=False)],
+            "itl": [b - a for a, b in itertools.pairwise(at)],
             "e2el": at[-1],
             "prefix": prefix,
             "device_hit_tokens": device,
