@@ -22,8 +22,6 @@ TRACE = ("multi-turn", "no-offload")
 """The same conversations, with the connector and without."""
 WARM_UP = 0
 """Seed of the prompt that each engine is asked first, through every class of hit; it is not measured."""
-TRACE_BLOCKS = 1.5
-"""Device tier of the engines, in longest prompts: conversations push each other out."""
 
 
 @dataclass
@@ -185,8 +183,8 @@ class GenerateRun:
     def _job(self, arm: str, offload: bool) -> dict[str, Any]:
         size, llm = self.size, self.ctx.matrix.llm
         cell = perf_cell(size, self.perf.backend, self.perf.mode, self.pin, measured_arm(arm))
+        # The device has room for one of the longest prompts: conversations push each other out of it.
         sizes = llm_geometry(size.prompt, size.block, size.block, cell.kv_groups, size.new_tokens)
-        sizes["num_gpu_blocks"] = int(TRACE_BLOCKS * sizes["num_gpu_blocks"])
         per_token = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * 4 * len(size.layers)
         tokens = size.prompt * (size.requests * 2 + size.turns + 6)
         return cell_job(cell, self.ctx) | {

@@ -70,7 +70,9 @@ def measure_lookup(
         id=f"{pin}-host-lookup-c{geometry['chunks'][-1]}-b{geometry['block']}-{workload}",
         group="lookup",
         workload=workload,
-        geometry=geometry | {"resolution": resolution, "round_seconds": ROUND_SECONDS},
+        geometry=geometry
+        | {"groups": len(geometry["chunks"]), "chunk": geometry["chunks"][-1]}
+        | {"resolution": resolution, "round_seconds": ROUND_SECONDS},
         status="PASS",
         order=order,
         seconds=seconds,

@@ -148,7 +148,7 @@ def _generate_cells(blocks: compare.Requests, compared: Compared) -> list[object
     fields = bench_fields(blocks)
 
     def middle(of: Callable[[BenchRequest], float]) -> str:
-        return figure(statistics.median(of(r) for r in requests))
+        return figure(statistics.fmean(of(r) for r in requests))
 
     return [
         compared.arm,
@@ -211,6 +211,28 @@ def ceiling(rows: Sequence[PerfRow]) -> str:
             else:
                 body.append([name, figure(value) if isinstance(value, int | float) else value])
     return table(["ceiling", "value"], body)
+
+
+def achieved(rows: Sequence[PerfRow]) -> str:
+    """What requests reach of the ceilings: a cold prompt of arithmetic, one from the CPU tier of copies. Empty without them.
+
+    The fraction is of the time to the first token as a whole, in which the engine does other things, too.
+    """
+    ceilings = next((r.answers for r in of_group(rows, "ceiling") if r.status == "PASS"), None)
+    if ceilings is None:
+        return ""
+    body: list[list[object]] = []
+    for row in (r for r in of_group(rows, "generate") if is_measured(r) and r.workload in ("cold", "pure-cpu-hit")):
+        for arm, blocks in row.requests.items():
+            requests = [r for block in blocks for r in block]
+            ttft = statistics.median(r.ttft for r in requests)
+            if row.workload == "cold":
+                share, of = ceilings["flop_of_prompt"] / ttft / ceilings["matmul_flop_per_s"], "matmul"
+            else:
+                moved = statistics.fmean(r.loaded_bytes for r in requests)
+                share, of = moved / ttft / ceilings["copy_bytes_per_s"], "copy"
+            body.append([row.workload, arm, of, f"{100 * share:.2g} %"])
+    return table(["workload", "arm", "ceiling", "reached"], body) if body else ""
 
 
 def break_even(rows: Sequence[PerfRow]) -> str:
@@ -349,7 +371,12 @@ def sections(rows: Sequence[PerfRow]) -> list[tuple[str, str]]:
         if between := between_patches(rows):
             found.append(("The patches beside each other, where stock's output is wrong", between))
     if "ceiling" in groups:
-        found.append(("What the machine can do at most", ceiling(rows)))
+        found.append(
+            (
+                "What the machine can do at most, and what is reached of it",
+                "\n\n".join(filter(None, [ceiling(rows), achieved(rows)])),
+            )
+        )
     if "break-even" in groups:
         found.append(("Loading against recomputing", break_even(rows)))
     if "harness" in groups:
