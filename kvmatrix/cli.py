@@ -30,13 +30,13 @@ from kvmatrix import (
 )
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
-from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
+from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
 from kvmatrix.expectations import Expectation, expired_line, stale_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
-from kvmatrix.records import RunRow, last_attempts
-from kvmatrix.report import document
+from kvmatrix.records import PerfRow, RunRow, last_attempts
+from kvmatrix.report import document, plots
 from kvmatrix.session import Session
 from kvmatrix.upstream import UpstreamRun
 
@@ -217,8 +217,20 @@ def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     perf_rows = list(plugin.rows.values())
     if perf_rows:
         print("\n" + document.perf_summary(perf_rows) + "\n")
+        _draw(perf_rows, session)
         _print_conformance_beside(project, plugin.pin)
     return _ended(plugin.error, plugin.exit_code, status, session)
+
+
+def _draw(rows: Sequence[PerfRow], session: Session) -> None:
+    folder = session.folder / "plots"
+    try:
+        folder.mkdir(exist_ok=True)
+        drawn = plots.write_plots(rows, folder)
+    except OSError as e:
+        raise DiskError(f"cannot write the plots to {folder}: {e.strerror}") from e
+    if drawn:
+        _say(f"plots: {folder}")
 
 
 def run_mutants(project: Project, args: argparse.Namespace, argv: list[str]) -> int:

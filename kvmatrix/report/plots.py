@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,31 +53,36 @@ def write_plots(rows: Sequence[PerfRow], folder: Path) -> list[Path]:
 
     written = []
     with mpl.rc_context(STYLE):
-        for name, figure in _figures(rows):
+        for name, draw in _figures(rows):
             # The day and matplotlib's version would make other bytes of the same rows.
-            figure.savefig(folder / name, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+            draw().savefig(folder / name, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
             written.append(folder / name)
     return written
 
 
-def _figures(rows: Sequence[PerfRow]) -> list[tuple[str, Figure]]:
+def file_names(rows: Sequence[PerfRow]) -> list[str]:
+    """Names of the files that :func:`write_plots` makes of these rows."""
+    return [name for name, _ in _figures(rows)]
+
+
+def _figures(rows: Sequence[PerfRow]) -> list[tuple[str, Callable[[], Figure]]]:
     lookups = [(_lookup_name(r), compare.lookups(r)) for r in of_group(rows, "lookup") if is_measured(r)]
     generated = [(r.workload, compare.generation(r)) for r in of_group(rows, "generate") if is_measured(r)]
     to_stock = [c for c in generated if _has_stock(c[1])]
     to_own = [(f"{name}, to {_own(of)}", of) for name, of in generated if not _has_stock(of) and _own(of)]
     colors = {arm: index % len(COLORS) for index, arm in enumerate(compare.patches(rows))}
-    figures = []
+    figures: list[tuple[str, Callable[[], Figure]]] = []
     for name, classes, label in (
         ("lookup-ratio.svg", [c for c in lookups if _has_stock(c[1])], "time of a lookup, to stock's"),
         ("request-ratio.svg", to_stock, "time to the first token, to stock's"),
         ("request-ratio-to-uncached.svg", to_own, "time to the first token, to that of the same prompt with nothing cached"),
     ):
         if classes:
-            figures.append((name, _ratios(classes, label, colors)))
+            figures.append((name, partial(_ratios, classes, label, colors)))
     if kept := [r for r in of_group(rows, "generate") if is_measured(r)]:
-        figures.append(("external-tokens.svg", _external_tokens(kept, colors)))
+        figures.append(("external-tokens.svg", partial(_external_tokens, kept, colors)))
     if measured := [r for r in of_group(rows, "break-even") if is_measured(r)]:
-        figures.append(("break-even.svg", _break_even(measured)))
+        figures.append(("break-even.svg", partial(_break_even, measured)))
     return figures
 
 
