@@ -376,7 +376,8 @@ def test_published_tables_are_what_their_rows_give(home: Path, tmp_path: Path) -
     assert "**QUALIFIED: 5 of 5 probes PASS" in text
     assert "Lookup call" in text
     assert "2 MiB resident" in text
-    assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md"}
+    assert "![lookup-ratio](lookup-ratio.svg)" in text
+    assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md", "lookup-ratio.svg"}
     assert document.stale_tables(results) == []
     assert document.tables_of(written.parent).encode() == written.read_bytes()
 
