@@ -92,6 +92,8 @@ class Selection(BaseModel):
     offloads: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
     level: Level = "default"
+    size: str = ""
+    """Of the model that perf measures, where another than the level's."""
 
     @field_validator("pins", "arms", "patches", "backends", "modes", "chunks", "blocks", "dtypes", "offloads", "tiers")
     @classmethod

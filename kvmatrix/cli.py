@@ -30,13 +30,13 @@ from kvmatrix import (
 )
 from kvmatrix.cells import Selection, selected_pins
 from kvmatrix.config import Project, find_project
-from kvmatrix.errors import DISK_ERRNOS, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
+from kvmatrix.errors import DISK_ERRNOS, DiskError, ExitCode, KvmatrixError, NothingRanError, UsageError, one_line
 from kvmatrix.expectations import Expectation, expired_line, stale_line
 from kvmatrix.perf_plugin import PerfPlugin
 from kvmatrix.pytest_plugin import ConformancePlugin
 from kvmatrix.qualified import newest_runs
-from kvmatrix.records import RunRow, last_attempts
-from kvmatrix.report import document
+from kvmatrix.records import PerfRow, RunRow, last_attempts
+from kvmatrix.report import document, plots
 from kvmatrix.session import Session
 from kvmatrix.upstream import UpstreamRun
 
@@ -92,6 +92,7 @@ def _selection(args: argparse.Namespace) -> Selection:
         offloads=tuple(args.offload),
         tiers=tuple(args.tier),
         level=args.level or "default",
+        size=getattr(args, "size", ""),
     )
 
 
@@ -106,6 +107,7 @@ def build_parser() -> Parser:
     perf = commands.add_parser("perf", help="measure what the patch costs, arms interleaved in one run")
     _add_axes(perf)
     _add_pytest(perf)
+    perf.add_argument("--size", default="", metavar="NAME", help="model to measure: a size of matrix.toml (tiny, small)")
     _add_mutants(commands.add_parser("mutants", help="run plausible wrong fixes: the suite must kill every one"))
     _add_upstream(commands.add_parser("upstream", help="vLLM's own tests of the connector, from a checkout, against each arm"))
     cells = commands.add_parser("cells", help="list the cells that a run would have, without running them")
@@ -199,6 +201,8 @@ def _say_of_expectations(stale: Sequence[Expectation], expired: Sequence[Expecta
 
 def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int:
     console = Console(stderr=True)
+    if args.size and args.size not in project.matrix.perf.sizes:
+        raise UsageError(f"unknown size {args.size!r}: known are {', '.join(project.matrix.perf.sizes)}")
     session = Session(project, _selection(args), "perf", console, argv)
     session.plan()
     plugin = PerfPlugin(session, console)
@@ -213,8 +217,20 @@ def run_perf(project: Project, args: argparse.Namespace, argv: list[str]) -> int
     perf_rows = list(plugin.rows.values())
     if perf_rows:
         print("\n" + document.perf_summary(perf_rows) + "\n")
+        _draw(perf_rows, session)
         _print_conformance_beside(project, plugin.pin)
     return _ended(plugin.error, plugin.exit_code, status, session)
+
+
+def _draw(rows: Sequence[PerfRow], session: Session) -> None:
+    folder = session.folder / "plots"
+    try:
+        folder.mkdir(exist_ok=True)
+        drawn = plots.write_plots(rows, folder)
+    except OSError as e:
+        raise DiskError(f"cannot write the plots to {folder}: {e.strerror}") from e
+    if drawn:
+        _say(f"plots: {folder}")
 
 
 def run_mutants(project: Project, args: argparse.Namespace, argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from kvmatrix import layers as letters
 from kvmatrix.errors import DeviceError, UsageError
@@ -37,7 +37,7 @@ ProbeName = Literal[
 OffloadMode = Literal["eager", "lazy", "disk"]
 """``lazy``: a block is stored only shortly before the device evicts it. ``disk``: at once, to the connector's disk tier."""
 Residency = Literal["all", "tail-gone", "head-gone", "one-hole", "random", "every-subset", "evicted-pinned"]
-WorkloadName = Literal["pure-cpu-hit", "mixed-aligned", "mixed-misaligned"]
+WorkloadName = Literal["cold", "device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned", "multi-turn", "no-offload"]
 
 
 STATEFUL_BLOCK = 4
@@ -306,31 +306,67 @@ class Budgets(Strict):
 
 
 class LookupPerf(Strict):
+    """Lookup calls to time, in tokens: one prompt with each of the device prefixes."""
+
+    level: Level = "default"
     block: PositiveInt
     chunk: PositiveInt
-    prompts: tuple[PositiveInt, ...]
-    rounds: int = Field(ge=2)
+    groups: int = Field(ge=1, le=4)
+    """KV groups: one of full attention, the others chunked-local."""
+    prompt: PositiveInt
+    prefixes: tuple[NonNegativeInt, ...] = (0,)
+    hit: bool = True
+    """Whether the CPU tier holds the prompt; otherwise it is empty."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> LookupPerf:
+        for prefix in self.prefixes:
+            if prefix % self.block or prefix + self.block >= self.prompt:
+                raise ValueError(
+                    f"prefix {prefix} must be whole blocks of {self.block}, and leave one before prompt {self.prompt}"
+                )
+        return self
 
 
-class Perf(Strict):
+class PerfSize(Strict):
+    """A model and the requests that it is asked, in tokens."""
+
     block: PositiveInt
     chunk: PositiveInt
     prompt: PositiveInt
     layers: str = Field(pattern="^[cf]+$")
     hidden_size: PositiveInt
-    rounds: int = Field(ge=2)
-    warmup_rounds: int = Field(ge=0)
-    backend: str
-    mode: Mode
-    workloads: tuple[WorkloadName, ...]
-    lookup: LookupPerf
+    new_tokens: int = Field(ge=2)
+    requests: PositiveInt
+    """Prompts of a block and arm, each of them unique."""
+    turns: PositiveInt
+    """Requests of the conversations of a block and arm."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Perf:
+    def _consistent(self) -> PerfSize:
         if self.chunk % self.block or self.chunk <= self.block or self.prompt <= self.chunk + self.block:
             raise ValueError(
                 f"chunk {self.chunk} must be several blocks of {self.block}, and prompt {self.prompt} reach past it by one"
             )
+        return self
+
+
+class Perf(Strict):
+    blocks: int = Field(ge=2)
+    """Fewer than 7 give no verdict (:mod:`kvmatrix.stats`)."""
+    size: str
+    backend: str
+    mode: Mode
+    workloads: tuple[WorkloadName, ...]
+    lookup_resolution: float = Field(gt=0, lt=1)
+    generate_resolution: float = Field(gt=0, lt=1)
+    sizes: dict[str, PerfSize]
+    lookups: tuple[LookupPerf, ...]
+
+    @model_validator(mode="after")
+    def _known_size(self) -> Perf:
+        if self.size not in self.sizes:
+            raise ValueError(f"perf.size {self.size!r} is none of perf.sizes: known are {', '.join(self.sizes)}")
         return self
 
 

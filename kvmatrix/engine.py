@@ -46,6 +46,15 @@ class Generation:
     counters: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class Timed:
+    """One finished request with the times at which its tokens came, in seconds from its arrival."""
+
+    token_ids: list[int]
+    token_seconds: list[float]
+    counters: dict[str, int]
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What is asked of vLLM for one cell."""
@@ -133,6 +142,8 @@ class Engine:
         self.config = config
         self._started = 0
         self._finished: dict[str, Any] = {}
+        self._tokens: dict[str, int] = {}
+        """Tokens that came so far, by request; of a request that is not streamed, all at its end."""
         started = time.perf_counter()
         self.llm = LLM(**config.llm_kwargs())
         self.start_seconds = time.perf_counter() - started
@@ -181,7 +192,7 @@ class Engine:
             counted["loaded_blocks"] = (self.worker_state()["copied_blocks"] or {}).get("load", 0)
         return counted
 
-    def _params(self, max_tokens: int, logprobs: bool) -> Any:
+    def _params(self, max_tokens: int, logprobs: bool, stream: bool = False) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -191,7 +202,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
             logprobs=self.config.vocab_size if logprobs else None,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY,
         )
 
     def generate(self, prompt: list[int], max_tokens: int = 1, logprobs: bool = True) -> Generation:
@@ -209,21 +220,44 @@ class Engine:
         counters = self.counters_since(before)
         return [_generation(output, seconds, counters) for output in outputs]
 
+    def timed(self, prompt: list[int], max_tokens: int) -> Timed:
+        """Greedy generation of one request, token by token; its counters are taken after its transfers have drained.
+
+        Raises:
+            EngineStateError: the engine runs in a process of its own, or the request does not end.
+        """
+        before = self.counters()
+        seconds: list[float] = []
+        started = time.perf_counter()
+        name = self.start(prompt, max_tokens, self._params(max_tokens, logprobs=False, stream=True))
+
+        def note() -> bool:
+            now = time.perf_counter() - started
+            seconds.extend([now] * (self._tokens.get(name, 0) - len(seconds)))
+            return name in self._finished
+
+        self.step_until(note, "the end of a timed request")
+        output = self._finished.pop(name)
+        self._tokens.pop(name)
+        self.drain()
+        return Timed(list(output.outputs[0].token_ids), seconds, self.counters_since(before))
+
     def counters_since(self, before: dict[str, int]) -> dict[str, int]:
         """What :meth:`counters` has grown by since it was ``before``."""
         after = self.counters()
         return {k: after[k] - before[k] for k in after}
 
-    def start(self, prompt: list[int], max_tokens: int) -> str:
+    def start(self, prompt: list[int], max_tokens: int, params: Any = None) -> str:
         """Add a request, and give its name; nothing is computed before the first :meth:`step`."""
         self._started += 1
         name = f"kvmatrix-{self._started}"
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, self._params(max_tokens, True))
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params or self._params(max_tokens, True))
         return name
 
     def step(self) -> None:
         """One step of the engine; the outputs of finished requests are kept for :meth:`finish`."""
         for output in self.llm.llm_engine.step():
+            self._tokens[output.request_id] = len(output.outputs[0].token_ids)
             if output.finished:
                 self._finished[output.request_id] = output
 

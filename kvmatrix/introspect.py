@@ -178,9 +178,20 @@ def worker_state(worker: Any) -> dict[str, Any]:
         "backends": backends,
         "copied_blocks": dict(copied) if copied else None,
         "lost_blocks": control.lost_blocks if control is not None else None,
+        "block_bytes": _block_bytes(),
         "disk": "Disk" in type(copier).__name__,
         "compiled": _compiled_graphs(),
     }
+
+
+def _block_bytes() -> int:
+    """Bytes that one loaded block moves, over all tensors of the device tier; 0 where there is no offload."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return 0
+    caches = get_kv_transfer_group().worker_handler.gpu_kv_caches
+    return sum(cache[0].numel() * cache.element_size() for cache in caches.values())
 
 
 def _copy_backend() -> Any:

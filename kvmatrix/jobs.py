@@ -44,6 +44,7 @@ def engine_config(job: dict[str, Any], model: str) -> Any:
         lazy_offload=cell["offload"] == "lazy",
         disk_path=str(Path(job["cwd"]) / f"kv-{os.getpid()}") if cell["offload"] == "disk" else "",
         cpu_bytes=geometry["cpu_bytes"],
+        offload=geometry.get("offload", True),
         max_num_batched_tokens=max(512, geometry["requests"] * geometry["max_model_len"]),
     )
 
@@ -170,15 +171,18 @@ def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
 
 
 def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = generate``: a live engine that measures one round of one workload per request."""
-    from kvmatrix import checkpoint
+    """``kind = generate``: a live engine that answers each request with a measured one of a workload, or with the ceilings."""
+    from kvmatrix import ceilings, checkpoint
     from kvmatrix.workloads import WorkloadRunner
 
-    engine, state = start_engine(job, checkpoint.ensure(job["checkpoint"], job["checkpoints"]), send)
-    runner = WorkloadRunner(engine, job["geometry"], [g["attention_chunk_size"] for g in state["groups"]])
-    send({"type": "ready", "imported": engine.state()["imported"]})
+    engine, _ = start_engine(job, checkpoint.ensure(job["checkpoint"], job["checkpoints"]), send)
+    runner = WorkloadRunner(engine, job["geometry"])
+    send({"type": "ready", "imported": engine.state()["imported"], "block_bytes": runner.block_bytes})
     while (request := receive()) is not None:
-        send({"type": "round", **runner.round(request["workload"], request["seed"])})
+        if request["workload"] == "ceilings":
+            send({"type": "ceilings", **ceilings.measure()})
+        else:
+            send({"type": "request", **runner.measure(request)})
     engine.shutdown()
 
 

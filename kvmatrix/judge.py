@@ -58,9 +58,11 @@ def resolved(engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge_engine(cell: Cell, engine: dict[str, Any]) -> Verdict:
-    """Whether the engine that came up is the one that the cell names."""
+def judge_engine(cell: Cell, engine: dict[str, Any], offload: bool = True) -> Verdict:
+    """Whether the engine that came up is the one that the cell names; without ``offload``, one that has no connector."""
     asked, got = requested(cell), resolved(engine)
+    if not offload:
+        asked["offload"] = None
     for axis, value in asked.items():
         if got[axis] != value:
             return Verdict("UNSUPPORTED", f"not-honoured: {axis} {value} was asked for, vLLM runs {got[axis]}")

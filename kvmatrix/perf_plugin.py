@@ -7,21 +7,23 @@ JSON and compare work on exactly what was measured.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
 from rich.console import Console
 
-from kvmatrix import perf_run
-from kvmatrix.cells import Cell, plan_cells
+from kvmatrix.cells import STOCK, Cell, plan_cells
 from kvmatrix.config import Matrix
 from kvmatrix.errors import DiskError, ExitCode, InfraError
 from kvmatrix.expectations import is_problem
 from kvmatrix.facts import without_paths
+from kvmatrix.live import AGAIN, Tell
+from kvmatrix.perf_generate import GenerateRun
+from kvmatrix.perf_harness import measure_harness
+from kvmatrix.perf_lookup import lookup_geometries, measure_lookup, workload_name
 from kvmatrix.qualified import conformance_of, is_qualified
-from kvmatrix.records import PerfRow, ProbeRow
+from kvmatrix.records import PerfRow, ProbeRow, Status
 from kvmatrix.runner import Context, probe_names
 from kvmatrix.session import Session, exit_code
 from kvmatrix.suite_plugin import SuitePlugin
@@ -50,17 +52,6 @@ class ReplayClock:
 CLOCK = ReplayClock()
 
 
-def lookup_geometries(matrix: Matrix) -> list[dict[str, Any]]:
-    """For each prompt a misaligned prefix (half a chunk), an aligned one (a chunk) where it fits, and none."""
-    lookup = matrix.perf.lookup
-    found = []
-    for prompt in lookup.prompts:
-        for prefix in (0, lookup.chunk // 2, lookup.chunk):
-            if prefix + lookup.block < prompt:
-                found.append({"block": lookup.block, "chunks": [None, lookup.chunk], "prompt": prompt, "prefix": prefix})
-    return found
-
-
 class PerfPlugin(SuitePlugin):
     """Registered by ``kvmatrix perf``; takes the measurements and keeps their rows."""
 
@@ -71,9 +62,7 @@ class PerfPlugin(SuitePlugin):
         self.rows: dict[str, PerfRow] = {}
         self.probe_rows: list[ProbeRow] = []
         self._ctx: Context | None = None
-        self._stack = contextlib.ExitStack()
-        self._bench: perf_run.GenerateBench | None = None
-        self._refusal_text: str | None = None
+        self._generated = False
 
     @property
     def matrix(self) -> Matrix:
@@ -84,18 +73,27 @@ class PerfPlugin(SuitePlugin):
         return self.session.pins[0].version
 
     @property
+    def size(self) -> str:
+        """Of the model: the one asked for, ``tiny`` for a quick run, or the matrix's."""
+        return self.session.selection.size or ("tiny" if self.session.selection.level == "quick" else self.matrix.perf.size)
+
+    @property
     def arms(self) -> list[str]:
-        return self.session.arms_on(self.pin)
+        """Stock twice, so that what differs by noise alone is in every run, then the patches."""
+        return [STOCK, AGAIN, *(a for a in self.session.arms_on(self.pin) if a != STOCK)]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         arms = self.arms
         if "lookup_row" in metafunc.fixturenames:
-            cases = [(g, a) for g in lookup_geometries(self.matrix) for a in arms]
-            ids = [f"p{g['prompt']}-d{g['prefix']}-{a}" for g, a in cases]
+            cases = [(g, a) for g in self._lookups() for a in arms]
+            ids = [f"{workload_name(g)}-{a}" for g, a in cases]
             metafunc.parametrize("lookup_row", cases, ids=ids, indirect=True)
         if "generate_row" in metafunc.fixturenames:
             workloads = [(w, a) for w in self.matrix.perf.workloads for a in arms]
             metafunc.parametrize("generate_row", workloads, ids=[f"{w}-{a}" for w, a in workloads], indirect=True)
+
+    def _lookups(self) -> list[dict[str, Any]]:
+        return lookup_geometries(self.matrix.perf.lookups, self.session.selection.level)
 
     def pytest_benchmark_update_machine_info(self, config: pytest.Config, machine_info: dict[str, Any]) -> None:
         machine_info.pop("node", None)  # the host's name
@@ -110,40 +108,40 @@ class PerfPlugin(SuitePlugin):
     @pytest.fixture
     def lookup_row(self, request: pytest.FixtureRequest) -> tuple[PerfRow, str]:
         geometry, arm = request.param
-        rounds = self.matrix.perf.lookup.rounds
-        row = self._once(
-            "lookup",
-            f"lookup-{geometry['prompt']}-{geometry['prefix']}",
-            lambda ctx: perf_run.measure_lookup(ctx, self.pin, self.arms, geometry, rounds, self._tell(request)),
-        )
-        return row, arm
+        tell = self._tell(request)
+
+        def measure(ctx: Context) -> PerfRow:
+            perf = self.matrix.perf
+            return measure_lookup(ctx, self.pin, self.arms, geometry, perf.blocks, perf.lookup_resolution, tell)
+
+        return self._once("lookup", workload_name(geometry), measure), arm
 
     @pytest.fixture
     def generate_row(self, request: pytest.FixtureRequest) -> tuple[PerfRow, str]:
         workload, arm = request.param
-        row = self._once("generate", f"generate-{workload}", lambda ctx: self._generate(ctx, workload, self._tell(request)))
-        return row, arm
+        self._generate(self._tell(request))
+        return self.rows[workload], arm
 
     @pytest.fixture
     def isolation_row(self, request: pytest.FixtureRequest) -> PerfRow:
+        tell = self._tell(request)
         return self._once(
-            "harness",
-            "isolation",
-            lambda ctx: perf_run.measure_harness(ctx, self._smallest_cell(), HARNESS_REPEATS, self._tell(request)),
+            "harness", "isolation", lambda ctx: measure_harness(ctx, self._cells(STOCK)[0], HARNESS_REPEATS, tell)
         )
 
     @pytest.fixture
     def replay(self, request: pytest.FixtureRequest) -> Callable[[PerfRow, str], None]:
         def run(row: PerfRow, arm: str) -> None:
-            if row.status == "NOT_RUN":
-                pytest.skip(row.reason)
+            if row.status == "NOT_RUN" or arm in row.left_out:
+                pytest.skip(row.left_out.get(arm, row.reason))
             if row.status != "PASS":
                 pytest.fail(f"{row.id} is {row.status}: {row.reason}", pytrace=False)
             benchmark = request.getfixturevalue("benchmark")  # only now: unused, it would complain
             benchmark.group = f"{row.group} {row.workload}"
             benchmark.extra_info["arm"] = arm
-            CLOCK.load(row.seconds[arm])
-            benchmark.pedantic(CLOCK.replay, rounds=len(row.seconds[arm]), iterations=1)
+            rounds = [seconds for block in row.seconds[arm] for seconds in block]
+            CLOCK.load(rounds)
+            benchmark.pedantic(CLOCK.replay, rounds=len(rounds), iterations=1)
 
         return run
 
@@ -151,24 +149,31 @@ class PerfPlugin(SuitePlugin):
         if key not in self.rows:
             assert self._ctx is not None
             try:
-                row = measure(self._ctx)
-                self._ctx.writer.write(row)
+                self._keep(key, measure(self._ctx))
             except InfraError as e:
-                row = PerfRow(
-                    run=self._ctx.run,
-                    id=key,
-                    group=group,
-                    workload=key,
-                    geometry={},
-                    status="INFRA",
-                    reason=without_paths(str(e)),
-                )
-                self._ctx.writer.write(row)
-            except DiskError as e:
-                self.error = e
-                pytest.exit(str(e), returncode=e.code)
-            self.rows[key] = row
+                self._keep(key, self._broken(group, key, "INFRA", str(e)))
         return self.rows[key]
+
+    def _keep(self, key: str, row: PerfRow) -> None:
+        assert self._ctx is not None
+        self.rows[key] = row
+        try:
+            self._ctx.writer.write(row)
+        except DiskError as e:
+            self.error = e
+            pytest.exit(str(e), returncode=e.code)
+
+    def _broken(self, group: Group, key: str, status: Status, reason: str, **more: Any) -> PerfRow:
+        return PerfRow(
+            run=self.session.run,
+            id=f"{self.pin}-{group}-{key}",
+            group=group,
+            workload=key,
+            geometry={},
+            status=status,
+            reason=without_paths(reason),
+            **more,
+        )
 
     def _tell(self, request: pytest.FixtureRequest) -> Callable[[str], None]:
         capture: Any = request.config.pluginmanager.getplugin("capturemanager")
@@ -187,44 +192,52 @@ class PerfPlugin(SuitePlugin):
         )
         return plan_cells(self.matrix, selection, self.arms)
 
-    def _smallest_cell(self) -> Cell:
-        return self._cells("stock")[0]
+    def _generate(self, tell: Tell) -> None:
+        """Measure all workloads together, once: their requests are interleaved. What an early end leaves is kept."""
+        if self._generated:
+            return
+        self._generated = True
+        assert self._ctx is not None
+        refused = self._refusals(self._ctx, tell)
+        if STOCK in refused:
+            for workload in self.matrix.perf.workloads:
+                self._keep(workload, self._broken("generate", workload, "NOT_RUN", refused[STOCK]))
+            return
+        run = GenerateRun(self._ctx, self.pin, [a for a in self.arms if a not in refused], self.size, tell)
+        run.left_out = refused
+        reason = ""
+        try:
+            run.measure()
+        except InfraError as e:
+            reason = f"{without_paths(str(e))} (after {run.blocks_done} of {self.matrix.perf.blocks} blocks)"
+        except KeyboardInterrupt:
+            reason = f"interrupted after {run.blocks_done} of {self.matrix.perf.blocks} blocks"
+            raise
+        finally:
+            for row in run.rows(reason):
+                self._keep(row.workload, row)
 
-    def _generate(self, ctx: Context, workload: str, tell: Callable[[str], None]) -> PerfRow:
-        if self._refusal_text is None:
-            self._refusal_text = self._refusal(ctx, tell)
-        if self._refusal_text:
-            cell = perf_run.perf_cell(self.matrix.perf, self.pin, "host", "x")
-            return PerfRow(
-                run=ctx.run,
-                id=f"{cell.id.removesuffix('-x')}-generate-{workload}",
-                group="generate",
-                workload=workload,
-                geometry={"backend": cell.backend},
-                status="NOT_RUN",
-                reason=self._refusal_text,
-            )
-        if self._bench is None:
-            group = self._stack.enter_context(perf_run.live(ctx, self.pin, self.matrix.perf.backend))
-            self._bench = perf_run.GenerateBench(ctx, group, self.pin, self.arms, tell)
-        return self._bench.measure(workload)
-
-    def _refusal(self, ctx: Context, tell: Callable[[str], None]) -> str:
-        """Why no throughput may be measured: conformance that is not as expected. What is missing is run first."""
+    def _refusals(self, ctx: Context, tell: Tell) -> dict[str, str]:
+        """Arm -> why no throughput of it may be measured: its conformance is not as expected. What is missing is run first."""
         asked = self.session.selection.backends
         if asked and self.matrix.perf.backend not in asked:
-            return f"not-selected: throughput is measured on {self.matrix.perf.backend}, the selection leaves it out"
-        for arm in self.arms:
-            for cell in self._cells(arm):
-                rows = conformance_of(cell, ctx.arms[cell.pin, arm], ctx.home)
-                if not rows:
-                    tell(f"conformance of {cell.id} first: this machine has no row of it")
-                    rows = self.session.run_cells([cell])
-                    self.probe_rows += rows
-                if not is_qualified(rows, probe_names(cell, self.matrix)):
-                    bad = next((r for r in rows if is_problem(r) or r.status not in ("PASS", "FAIL")), None)
-                    detail = f"{bad.id} is {bad.status}" if bad else f"{cell.id} has no row"
-                    return f"not-qualified: {detail}; no figure is taken from a cell whose conformance is not as expected"
+            why = f"not-selected: throughput is measured on {self.matrix.perf.backend}, the selection leaves it out"
+            return dict.fromkeys(self.arms, why)
+        refused = {arm: self._refusal(ctx, arm, tell) for arm in self.session.arms_on(self.pin)}
+        found = {arm: why for arm, why in refused.items() if why}
+        return found | ({AGAIN: found[STOCK]} if STOCK in found else {})
+
+    def _refusal(self, ctx: Context, arm: str, tell: Tell) -> str:
+        for cell in self._cells(arm):
+            rows = conformance_of(cell, ctx.arms[cell.pin, arm], ctx.home)
+            if not rows:
+                tell(f"conformance of {cell.id} first: this machine has no row of it")
+                rows = self.session.run_cells([cell])
+                self.probe_rows += rows
+            if not is_qualified(rows, probe_names(cell, self.matrix)):
+                bad = next((r for r in rows if is_problem(r) or r.status not in ("PASS", "FAIL")), None)
+                detail = f"{bad.id} is {bad.status}" if bad else f"{cell.id} has no row"
+                return f"not-qualified: {detail}; no figure is taken from a cell whose conformance is not as expected"
         return ""
 
     def result(self) -> ExitCode:
@@ -233,14 +246,13 @@ class PerfPlugin(SuitePlugin):
             return ExitCode.UNEXPECTED
         if any(s in ("INFRA", "CRASH", "TIMEOUT") for s in statuses):
             return ExitCode.INFRA
-        if any(r.reason.startswith("not-qualified") for r in self.rows.values()):
+        if any(why.startswith("not-qualified") for r in self.rows.values() for why in (r.reason, *r.left_out.values())):
             return ExitCode.UNEXPECTED
         if "PASS" not in statuses:
             return ExitCode.NOTHING_RAN
         return exit_code(self.probe_rows) if self.probe_rows else ExitCode.OK
 
     def finish(self) -> None:
-        """End the measuring processes and write the run's last row."""
-        self._stack.close()
+        """Write the run's last row."""
         statuses = [r.status for r in self.rows.values()] + [r.status for r in self.probe_rows]
         self.session.close(self.exit_code, statuses)

@@ -128,22 +128,65 @@ class CellRow(Row):
     filler_requests: int | None = None
 
 
+Blocks = dict[str, list[list[float]]]
+"""Arm -> blocks of the run -> seconds of the rounds in it, in the order in which they were taken."""
+
+
+class BenchRequest(BaseModel):
+    """One measured request. Times are in seconds; the names of times are those of vLLM's own benchmark."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    """From the request's arrival to its first token."""
+    itl: list[float]
+    """Between one token and the next."""
+    e2el: float
+    """From the request's arrival to its last token."""
+    reference_ttft: float | None = None
+    """Of the same prompt where nothing is cached: cold in the same engine, of a conversation in an engine without offload."""
+    prefix: int
+    """Tokens that the device was meant to hold when the request came; -1 where that is not planned."""
+    device_hit_tokens: int
+    external_hit_tokens: int
+    declined_tokens: int
+    """Tokens that the CPU tier held behind the device's, in whole blocks of every group, and that were not served."""
+    recomputed_tokens: int
+    """Prompt tokens that were served by neither tier."""
+    loaded_bytes: int
+    """Bytes copied from the CPU tier for it, over all layers."""
+    right: bool
+    """Whether its tokens are those of the reference."""
+
+
 class PerfRow(Row):
-    """Interleaved timings of one workload on all arms."""
+    """Timings of one workload on all arms: blocks of processes that are new in each, the arms interleaved inside a block."""
 
     kind: Literal["perf"] = "perf"
     id: str
-    group: Literal["lookup", "generate", "harness"]
+    group: Literal["lookup", "generate", "ceiling", "break-even", "harness"]
     workload: str
+    size: str = ""
+    """Of the model: ``tiny``, ``small``, ``scout-shaped``, or a model's name."""
     geometry: dict[str, Any]
     status: Status
     reason: str = ""
-    order: list[str] = []
-    """Arm of each measured round, in the order in which they ran."""
-    seconds: dict[str, list[float]] = {}
-    """Arm -> seconds of its rounds, in order; nothing is left out."""
+    order: list[list[str]] = []
+    """Per block, the arms of its rounds in the order in which they ran."""
+    seconds: Blocks = {}
+    """Nothing is left out. Of a lookup, of one call; of generation, of a whole request."""
+    requests: dict[str, list[list[BenchRequest]]] = {}
+    """Of generation: arm -> blocks -> measured requests."""
     answers: dict[str, Any] = {}
-    """Arm -> what it answered: external tokens, output tokens, whether the output was cold's."""
+    """Arm -> what it answered. Of a lookup ``external_tokens``, and ``sound``: whether attention finds all of them."""
+    instructions: dict[str, float] = {}
+    """Arm -> machine instructions of one call, where they could be counted."""
+    instructions_by: str = ""
+    """What counted them, or why nothing could."""
+    left_out: dict[str, str] = {}
+    """Arm -> why it was not measured."""
     imported: dict[str, dict[str, str]] = {}
 
 

@@ -7,6 +7,7 @@ answered, which blocks would be loaded and from where, what is pinned meanwhile,
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -442,21 +443,43 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class LookupBench:
-    """Times ``get_num_new_matched_tokens`` on one geometry whose whole prompt is in the CPU tier."""
+    """Times ``get_num_new_matched_tokens`` on one geometry.
 
-    def __init__(self, block: int, chunks: list[int | None], prompt: int, prefix: int) -> None:
+    Args:
+        chunks: of each KV group its chunk in tokens, None for full attention.
+        prompt, prefix: tokens; the device holds ``prefix`` of them.
+        hit: whether the CPU tier holds the whole prompt; otherwise it is empty.
+    """
+
+    def __init__(self, block: int, chunks: list[int | None], prompt: int, prefix: int, hit: bool = True) -> None:
         self.sut = SchedulerUnderTest(block, [oracle.of_chunk(c) for c in chunks], prompt)
-        self.sut.fill_cpu(prompt)
+        if hit:
+            self.sut.fill_cpu(prompt)
+        else:
+            self.sut.stored = [[None] * (prompt // block) for _ in chunks]
         self.prefix = prefix
         self.request = self.sut.request(prompt)
 
-    def answer(self) -> int:
-        return self.sut.lookup(self.request, self.prefix)[0]
+    def answer(self) -> dict[str, Any]:
+        """``external_tokens`` that the lookup promises, and whether that is ``sound``: attention finds what it needs."""
+        sut, first = self.sut, self.prefix // self.sut.block
+        external, fault = sut.checked_lookup(self.request, self.prefix)
+        planned = sut.planned(self.request, self.prefix, external)
+        met = not external or sut.needs.met(first, first + external // sut.block, planned.loaded)
+        return {"external_tokens": external, "sound": met and not fault and not planned.fault}
 
     def time_calls(self, calls: int) -> float:
-        """Seconds that ``calls`` lookups took; each drops the pin of the one before, as a retried request does."""
+        """Seconds that ``calls`` lookups took; each drops the pin of the one before, as a retried request does.
+
+        Without garbage collections, whose moments would fall on one arm or the other.
+        """
         lookup, request, prefix = self.sut.scheduler.get_num_new_matched_tokens, self.request, self.prefix
-        started = time.perf_counter()
-        for _ in range(calls):
-            lookup(request, prefix)
-        return time.perf_counter() - started
+        gc.collect()
+        gc.disable()
+        try:
+            started = time.perf_counter()
+            for _ in range(calls):
+                lookup(request, prefix)
+            return time.perf_counter() - started
+        finally:
+            gc.enable()

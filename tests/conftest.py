@@ -91,10 +91,10 @@ def make_perf_row() -> Callable[..., PerfRow]:
             "id": "lookup",
             "group": "lookup",
             "workload": "p81-d16",
-            "geometry": {"prompt": 81, "prefix": 16},
+            "geometry": {"prompt": 81, "prefix": 16, "groups": 2, "hit": True, "resolution": 0.01},
             "status": "PASS",
-            "seconds": {"stock": [2.0, 4.0], "fix": [1.0, 2.0]},
-            "answers": {"stock": {"external_tokens": 64}, "fix": {"external_tokens": 0}},
+            "seconds": {"stock": [[2.0, 4.0], [2.0, 2.0]], "fix": [[1.0, 2.0], [1.0, 1.0]]},
+            "answers": {"stock": {"external_tokens": 64, "sound": True}, "fix": {"external_tokens": 0, "sound": True}},
         }
         return PerfRow(**fields | changes)
 

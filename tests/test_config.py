@@ -155,7 +155,7 @@ def test_an_extended_pin_is_not_the_default(tmp_path: Path, text: str) -> None:
         ('layers = "cf" ', 'layers = "cx" '),
         ("max_logprob_error = 0.005", "max_logprob_error = 0"),
         ("cell_timeout_s = 300", 'cell_timeout_s = "long"'),
-        ("rounds = 10", "rounds = 1"),
+        ("blocks = 7", "blocks = 1"),
         ('device = "host"', 'device = "tpu"'),
     ],
 )

@@ -349,88 +349,6 @@ def test_copies_to_the_null_block(make_row: MakeRow) -> None:
     ]
 
 
-# --- performance tables -----------------------------------------------------------------------------------------------
-
-
-def generate_row(make: Callable[..., PerfRow], stock_right: bool = True, fix_right: bool = True, **changes: Any) -> PerfRow:
-    def answers(right: bool) -> dict[str, Any]:
-        return {
-            "prefix": [32, 32],
-            "cold_seconds": [8.0, 8.0],
-            "external_hit_tokens": [128, 128],
-            "device_hit_tokens": [32, 32],
-            "output_tokens": [1, 1],
-            "same_as_cold": [True, right],
-        }
-
-    return make(
-        **{
-            "group": "generate",
-            "workload": "mixed-misaligned",
-            "geometry": {"prompt": 161},
-            "seconds": {"stock": [2.0, 2.0], "fix": [4.0, 4.0]},
-            "answers": {"stock": answers(stock_right), "fix": answers(fix_right)},
-        }
-        | changes
-    )
-
-
-def test_lookup_times(make_perf_row: Callable[..., PerfRow]) -> None:
-    stock, fix = cells(tables.lookup_perf([make_perf_row()]))
-    assert stock == ["81 / 16", "stock", "3,000,000.0", "1", "64"]
-    assert fix == ["81 / 16", "fix", "1,500,000.0", "0.500 [0.500, 0.500]", "0"]
-
-
-def test_request_times(make_perf_row: Callable[..., PerfRow]) -> None:
-    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row)]))
-    assert "2000.0" in stock
-    assert "0.250 [0.250, 0.250]" in stock
-    assert "4000.0" in fix
-    assert "0.500 [0.500, 0.500]" in fix
-    assert "2.000 [2.000, 2.000]" in fix
-    assert fix[-1] == "2 of 2"
-
-
-def test_a_wrong_output_has_no_ratio(make_perf_row: Callable[..., PerfRow]) -> None:
-    """How fast a wrong answer came says nothing."""
-    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row, stock_right=False)]))
-    assert "~~2000.0~~" in stock
-    assert "wrong output" in stock
-    assert stock[-1] == "1 of 2"
-    assert not any("[" in cell for cell in stock)
-    assert "0.500 [0.500, 0.500]" in fix
-    assert not any("2.000 [" in cell for cell in fix)
-
-
-def test_a_wrong_output_of_the_patch_has_no_ratio(make_perf_row: Callable[..., PerfRow]) -> None:
-    stock, fix = cells(tables.generate_perf([generate_row(make_perf_row, fix_right=False)]))
-    assert "2000.0" in stock
-    assert "~~4000.0~~" in fix
-    assert not any("[" in cell for cell in fix)
-
-
-@pytest.mark.parametrize("render", [tables.lookup_perf, tables.generate_perf, tables.harness_perf])
-def test_a_measurement_that_was_not_taken_shows_why(
-    make_perf_row: Callable[..., PerfRow], render: Callable[[list[PerfRow]], str]
-) -> None:
-    group = {tables.lookup_perf: "lookup", tables.generate_perf: "generate", tables.harness_perf: "harness"}[render]
-    row = make_perf_row(group=group, status="NOT_RUN", reason="not-qualified: …", seconds={}, answers={})
-    text = render([row])
-    assert "NOT_RUN" in text
-    assert "not-qualified" in text
-    widths = {line.count("|") for line in text.splitlines()}
-    assert len(widths) == 1
-
-
-def test_the_harness(make_perf_row: Callable[..., PerfRow]) -> None:
-    row = make_perf_row(
-        group="harness",
-        geometry={"backend": "CPU_ATTN", "mode": "eager"},
-        seconds={"fork": [5.0, 5.0], "process": [20.0, 20.0]},
-    )
-    assert "0.250 [0.250, 0.250]" in tables.harness_perf([row])
-
-
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
@@ -446,7 +364,7 @@ def home(tmp_path: Path, run_row: RunRow, qualified: list[ProbeRow], make_perf_r
                 writer.write(row.model_copy(update={"run": run}))
 
     write("20260101T000000Z-0000", "conformance", list(qualified))
-    write("20260101T001000Z-0000", "perf", [make_perf_row(), generate_row(make_perf_row)])
+    write("20260101T001000Z-0000", "perf", [make_perf_row()])
     return tmp_path / "home"
 
 
@@ -458,7 +376,8 @@ def test_published_tables_are_what_their_rows_give(home: Path, tmp_path: Path) -
     assert "**QUALIFIED: 5 of 5 probes PASS" in text
     assert "Lookup call" in text
     assert "2 MiB resident" in text
-    assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md"}
+    assert "![lookup-ratio](lookup-ratio.svg)" in text
+    assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md", "lookup-ratio.svg"}
     assert document.stale_tables(results) == []
     assert document.tables_of(written.parent).encode() == written.read_bytes()
 

@@ -12,7 +12,7 @@ from kvmatrix.errors import DiskError, NothingRanError
 from kvmatrix.expectations import is_problem
 from kvmatrix.qualified import newest_runs
 from kvmatrix.records import EXECUTED, AnyRow, CellRow, EndRow, PerfRow, ProbeRow, RunRow, last_attempts, place, read_rows
-from kvmatrix.report import tables
+from kvmatrix.report import perf_tables, plots, tables
 
 TABLES = "tables.md"
 MISALIGNED = "Misaligned mixed hit: the device prefix ends inside an attention chunk, the rest is in the CPU tier."
@@ -116,15 +116,12 @@ def conformance_summary(rows: Sequence[ProbeRow], notes: Sequence[str] = ()) -> 
 
 
 def perf_summary(rows: Sequence[PerfRow]) -> str:
-    groups = {r.group for r in rows}
-    parts = []
-    if "lookup" in groups:
-        parts.append("Lookup call (`get_num_new_matched_tokens`)\n\n" + tables.lookup_perf(rows))
-    if "generate" in groups:
-        parts.append("One request, per class of hit\n\n" + tables.generate_perf(rows))
-    if "harness" in groups:
-        parts.append("The harness\n\n" + tables.harness_perf(rows))
-    return "\n\n".join(parts)
+    """What a perf run prints last: a sentence for each patch, the tables, and folded every figure of vLLM's benchmark."""
+    parts = ["\n".join(f"- {line}" for line in perf_tables.verdict_lines(rows))]
+    parts += [f"{title}\n\n{body}" for title, body in perf_tables.sections(rows)]
+    if fields := perf_tables.all_fields(rows):
+        parts.append(_folded("Every figure of vLLM's serving benchmark", fields))
+    return "\n\n".join(filter(None, parts))
 
 
 def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
@@ -149,7 +146,9 @@ def document(conformance: list[AnyRow], perf: list[AnyRow] | None) -> str:
     if copies := tables.null_copies(rows):
         parts += ["## Copies to the null block", NULL_COPIES, copies]
     if perf is not None:
-        parts += ["## Performance", perf_summary([r for r in perf if isinstance(r, PerfRow)])]
+        measured = [r for r in perf if isinstance(r, PerfRow)]
+        parts += ["## Performance", perf_summary(measured)]
+        parts += [f"![{name.removesuffix('.svg')}]({name})" for name in plots.file_names(measured)]
     parts.append(_folded("All probes", tables.probes(rows)))
     parts.append(_folded("Machine, versions and hashes", _facts(conformance, perf)))
     return "\n\n".join(parts) + "\n"
@@ -294,8 +293,12 @@ def tables_of(folder: Path) -> str:
 
 
 def write_tables(folder: Path) -> Path:
+    """Write the tables of a published folder, and the plots of the perf run in it."""
     target = folder / TABLES
     target.write_text(tables_of(folder), encoding="utf-8")
+    perf = folder / "perf.jsonl"
+    if perf.exists():
+        plots.write_plots([r for r in read_rows(perf) if isinstance(r, PerfRow)], folder)
     return target
 
 

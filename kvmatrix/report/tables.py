@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +11,7 @@ from tabulate import tabulate
 from kvmatrix.cells import Cell
 from kvmatrix.expectations import is_problem
 from kvmatrix.probes import PROBES
-from kvmatrix.records import PerfRow, ProbeRow
-from kvmatrix.stats import paired_ratio
+from kvmatrix.records import ProbeRow
 
 STOCK = "stock"
 CLASSLESS = ("cold", "device-hit", "corrupted-load", "pure-cpu-hit", "mixed-aligned")
@@ -303,80 +301,3 @@ def left_out(rows: Sequence[ProbeRow]) -> str:
             grouped.setdefault(key, []).append(r.probe)
     body = [[cell, ", ".join(probes), status, reason] for (cell, status, reason), probes in grouped.items()]
     return table(["cell", "probes", "status", "reason"], body) if body else ""
-
-
-def lookup_perf(rows: Sequence[PerfRow]) -> str:
-    """Time of one lookup call, arm beside arm, in microseconds, with the paired ratio to stock."""
-    body = []
-    for row in (r for r in rows if r.group == "lookup"):
-        if row.status != "PASS":
-            body.append([row.workload, "", "", row.status, row.reason])
-            continue
-        for arm, seconds in row.seconds.items():
-            ratio = "1" if arm == STOCK else str(paired_ratio(seconds, row.seconds[STOCK]))
-            body.append(
-                [
-                    f"{row.geometry['prompt']:,} / {row.geometry['prefix']:,}",
-                    arm,
-                    f"{_median(seconds) * 1e6:,.1f}",
-                    ratio,
-                    f"{row.answers[arm]['external_tokens']:,}",
-                ]
-            )
-    return table(["prompt / prefix", "arm", "µs a call (median)", "ratio to stock [quartiles]", "external tokens"], body)
-
-
-def generate_perf(rows: Sequence[PerfRow]) -> str:
-    """Time of one request per workload and arm.
-
-    Ratios are to cold within the same arm, and to stock where stock's output is right; a wrong output has no ratio.
-    """
-    body = []
-    for row in (r for r in rows if r.group == "generate"):
-        if row.status != "PASS":
-            body.append([row.workload, *[""] * 6, f"{row.status}: {row.reason}"])
-            continue
-        stock_right = all(row.answers[STOCK]["same_as_cold"])
-        for arm, seconds in row.seconds.items():
-            answers = row.answers[arm]
-            right = sum(answers["same_as_cold"])
-            shown = f"{_median(seconds) * 1e3:.1f}"
-            tokens = row.geometry["prompt"] + _median(answers["output_tokens"])
-            throughput = tokens / _median(seconds)
-            wrong = right < len(seconds)
-            to_cold = "wrong output" if wrong else str(paired_ratio(seconds, answers["cold_seconds"]))
-            to_stock = "1" if arm == STOCK else str(paired_ratio(seconds, row.seconds[STOCK])) if stock_right else ""
-            if not stock_right and arm != STOCK:
-                to_stock = "no reference: stock's output is wrong"
-            body.append(
-                [
-                    row.workload,
-                    arm,
-                    f"~~{shown}~~" if wrong else shown,
-                    f"~~{throughput:,.0f}~~" if wrong else f"{throughput:,.0f}",
-                    to_cold,
-                    "" if wrong else to_stock,
-                    f"{_median(answers['external_hit_tokens']):g} of {row.geometry['prompt']}",
-                    f"{right} of {len(seconds)}",
-                ]
-            )
-    headers = ["workload", "arm", "ms a request (median)", "total_token_throughput (tokens/s)"]
-    headers += ["time to cold's [quartiles]", "time to stock's [quartiles]"]
-    return table([*headers, "external tokens (median)", "output as cold's"], body)
-
-
-def harness_perf(rows: Sequence[PerfRow]) -> str:
-    """A cell from the preloaded parent against a process of its own."""
-    body = []
-    for row in (r for r in rows if r.group == "harness"):
-        if row.status != "PASS":
-            body.append([row.workload, "", "", f"{row.status}: {row.reason}"])
-            continue
-        fork, process = row.seconds["fork"], row.seconds["process"]
-        name = f"{row.geometry['backend']} {row.geometry['mode']} cell"
-        body.append([name, f"{_median(fork):.1f}", f"{_median(process):.1f}", str(paired_ratio(fork, process))])
-    return table(["what", "s from the preloaded parent", "s in a process of its own", "ratio [quartiles]"], body)
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
