@@ -353,7 +353,9 @@ class PerfSize(Strict):
 
 class Perf(Strict):
     blocks: int = Field(ge=2)
-    """Fewer than 7 give no verdict (:mod:`kvmatrix.stats`)."""
+    """Of requests. Fewer than 7 give no verdict (:mod:`kvmatrix.stats`)."""
+    lookup_blocks: int = Field(ge=2)
+    """Of lookups, of which a block is cheap: what differs from process to process is most of the noise."""
     size: str
     backend: str
     mode: Mode

@@ -49,6 +49,10 @@ def engine_config(job: dict[str, Any], model: str) -> Any:
     )
 
 
+_kept: list[Any] = []
+"""Engines of this process. It ends with them, and to take one apart before that would cost as much as several probes."""
+
+
 def start_engine(job: dict[str, Any], model: str, send: Send) -> tuple[Any, dict[str, Any]]:
     """Start the cell's engine on the checkpoint ``model`` and send what it resolved to."""
     from kvmatrix import checkpoint
@@ -59,6 +63,7 @@ def start_engine(job: dict[str, Any], model: str, send: Send) -> tuple[Any, dict
     if config.disk_path and find_spec("vllm.v1.simple_kv_offload.disk_backend") is None:
         raise NotImplementedError("the connector of this release has no disk tier")
     engine = Engine(config)
+    _kept.append(engine)
     if config.disk_path:
         for file in Path(config.disk_path).parent.glob(f"{Path(config.disk_path).name}.*"):
             file.unlink()  # vLLM has it open: a cell that is killed leaves nothing behind

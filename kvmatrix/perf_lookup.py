@@ -13,9 +13,9 @@ from kvmatrix.records import PerfRow
 from kvmatrix.runner import Context
 from kvmatrix.stats import interleaved_order
 
-ROUND_SECONDS = 0.02
+ROUND_SECONDS = 0.01
 """A round repeats the call until it takes about this long, so that the clock's step does not count."""
-ROUNDS = 9
+ROUNDS = 5
 """Of an arm in a block, behind one that warms the process up and is not kept."""
 
 

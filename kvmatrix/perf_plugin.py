@@ -112,7 +112,7 @@ class PerfPlugin(SuitePlugin):
 
         def measure(ctx: Context) -> PerfRow:
             perf = self.matrix.perf
-            return measure_lookup(ctx, self.pin, self.arms, geometry, perf.blocks, perf.lookup_resolution, tell)
+            return measure_lookup(ctx, self.pin, self.arms, geometry, perf.lookup_blocks, perf.lookup_resolution, tell)
 
         return self._once("lookup", workload_name(geometry), measure), arm
 

@@ -474,7 +474,6 @@ class LookupBench:
         Without garbage collections, whose moments would fall on one arm or the other.
         """
         lookup, request, prefix = self.sut.scheduler.get_num_new_matched_tokens, self.request, self.prefix
-        gc.collect()
         gc.disable()
         try:
             started = time.perf_counter()
