@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvmatrix.errors import NothingRanError, RowsError
-from kvmatrix.records import CellRow, EndRow, PerfRow, ProbeRow, Row, RowWriter, RunRow
+from kvmatrix.records import CellRow, EndRow, PerfRow, ProbeRow, Row, RowWriter, RunRow, read_rows
 from kvmatrix.report import document, tables
 
 RUN = "20260101T000000Z-abcd"
@@ -358,7 +358,9 @@ def home(tmp_path: Path, run_row: RunRow, qualified: list[ProbeRow], make_perf_r
 
     def write(run: str, suite: str, rows: list[Row]) -> None:
         end = EndRow(run=run, finished="2026-01-01T00:01:00Z", exit_code=0, counts={}, seconds=60.0)
-        cell = CellRow(run=run, id="c", status="OK", isolation="fork", seconds=1.0, max_rss_kib=2048)
+        cell = CellRow(
+            run=run, id="0.32.0-host-CPU_ATTN-eager-fix", status="OK", isolation="fork", seconds=1.0, max_rss_kib=2048
+        )
         with RowWriter(tmp_path / "home" / "runs" / run / "rows.jsonl") as writer:
             for row in (run_row.model_copy(update={"suite": suite}), *rows, cell, end):
                 writer.write(row.model_copy(update={"run": run}))
@@ -380,6 +382,23 @@ def test_published_tables_are_what_their_rows_give(home: Path, tmp_path: Path) -
     assert {p.name for p in written.parent.iterdir()} == {"conformance.jsonl", "perf.jsonl", "tables.md", "lookup-ratio.svg"}
     assert document.stale_tables(results) == []
     assert document.tables_of(written.parent).encode() == written.read_bytes()
+
+
+def test_a_patch_is_published_with_its_own_rows_and_stocks(home: Path, qualified: list[ProbeRow], tmp_path: Path) -> None:
+    path, rows, _ = document.newest_pair(home)
+    other = [r.model_copy(update={"cell": r.cell | {"arm": "other"}}) for r in qualified if r.cell["arm"] == "fix"]
+    strange = CellRow(run=rows[0].run, id="0.33.0-host-CPU_ATTN-eager-fix", status="OK", isolation="fork", seconds=1.0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[-1:-1] = [f"{r.model_dump_json()}\n".encode() for r in (*other, strange)]
+    path.write_bytes(b"".join(lines))
+    for written in document.publish(home, tmp_path / "results"):
+        patch = written.parent.parent.name
+        published = (written.parent / "conformance.jsonl").read_bytes().splitlines(keepends=True)
+        assert set(published) <= set(lines)
+        kept = read_rows(written.parent / "conformance.jsonl")
+        assert {r.cell["arm"] for r in kept if isinstance(r, ProbeRow)} == {"stock", patch}
+        assert {r.id.split("-")[0] for r in kept if isinstance(r, CellRow)} <= {"0.32.0"}
+    assert patch in ("fix", "other")
 
 
 def test_a_named_run_is_published(home: Path, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from kvmatrix.errors import DiskError, NothingRanError
 from kvmatrix.expectations import is_problem
@@ -255,7 +257,7 @@ def publish_run(path: Path, rows: list[AnyRow], perf: Path | None, results: Path
                 if not folder.exists():
                     undo.callback(_remove, folder, results)
                 folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, folder / "conformance.jsonl")
+                _copy_rows(path, folder / "conformance.jsonl", pin, device, patch)
                 if perf:
                     shutil.copyfile(perf, folder / "perf.jsonl")
                 written.append(write_tables(folder))
@@ -263,6 +265,22 @@ def publish_run(path: Path, rows: list[AnyRow], perf: Path | None, results: Path
             raise DiskError(f"cannot write the report to {results}: {e.strerror}") from e
         undo.pop_all()
     return written
+
+
+def _copy_rows(source: Path, target: Path, pin: str, device: str, patch: str) -> None:
+    """Copy the rows of a pin's stock and ``patch``, and those about the run as a whole, each byte for byte."""
+    with source.open("rb") as rows, target.open("wb") as kept:
+        kept.writelines(line for line in rows if _is_of(json.loads(line), pin, device, (tables.STOCK, patch)))
+
+
+def _is_of(row: dict[str, Any], pin: str, device: str, arms: Sequence[str]) -> bool:
+    if row["kind"] == "probe":
+        cell = row["cell"]
+        return (cell["pin"], cell["device"]) == (pin, device) and cell["arm"] in arms
+    if row["kind"] == "cell":
+        name = str(row["id"])
+        return name.startswith(f"{pin}-{device}-") and name.endswith(tuple(f"-{arm}" for arm in arms))
+    return True
 
 
 def _remove(folder: Path, results: Path) -> None:
