@@ -75,6 +75,14 @@ def test_rows_come_back_as_they_were(
     assert len(path.read_text(encoding="utf-8").splitlines()) == len(written)
 
 
+def test_a_perf_row_of_the_first_form_is_read_and_says_what_to_do() -> None:
+    old = {"run": RUN, "id": "lookup", "group": "lookup", "workload": "p81-d16", "geometry": {}, "status": "PASS"}
+    old |= {"order": ["stock", "fix"], "seconds": {"stock": [2.0, 4.0], "fix": [1.0, 2.0]}, "answers": {"stock": {}}}
+    row = PerfRow.model_validate(old)
+    assert (row.status, row.seconds, row.order) == ("NOT_RUN", {}, [])
+    assert "nox -s perf" in row.reason
+
+
 @pytest.mark.parametrize("text", ["a\nb", "tab\there", "a\u2028b", "a\x85b", 'quote"s \\', "µs → ×", "\x0b\x0c\x1c"])
 def test_any_text_comes_back(path: Path, run_row: RunRow, make_row: Callable[..., ProbeRow], text: str) -> None:
     row = make_row(reason=text)
