@@ -160,13 +160,19 @@ def run_programs(asked: dict[str, Any], tools: str) -> dict[str, Any]:
 
 
 def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = lookup``: answer ``{"calls": n}`` requests with the seconds that n lookup calls took."""
+    """``kind = lookup``: answer ``{"calls": n}`` requests with the seconds of n lookup calls, and what the last one answered."""
     from kvmatrix import scheduler_harness
 
-    bench = scheduler_harness.LookupBench(**job["geometry"])
-    send({"type": "ready", "answer": bench.answer(), "imported": overlay.imported_digests()})
+    try:
+        bench = scheduler_harness.LookupBench(**job["geometry"])
+    except scheduler_harness.Unsupported as e:
+        send({"type": "ready", "refused": str(e), "imported": overlay.imported_digests()})
+        return
+    answer = bench.answer()
+    send({"type": "ready", "answer": answer, "kv_groups": bench.kv_groups, "imported": overlay.imported_digests()})
     while (request := receive()) is not None:
-        send({"type": "timing", "seconds": bench.time_calls(request["calls"])})
+        seconds, external = bench.time_calls(request["calls"])
+        send({"type": "timing", "seconds": seconds, "external_tokens": external})
 
 
 def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:
