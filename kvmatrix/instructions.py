@@ -22,8 +22,10 @@ from kvmatrix.live import Live, live
 from kvmatrix.processes import Parent
 from kvmatrix.runner import Context
 
-COUNTED_SECONDS = 0.004
-"""About as long N calls take when nothing counts them: some ten million instructions, a second under callgrind."""
+COUNTED_SECONDS = 0.01
+"""About as long N calls take when nothing counts them: some 150 million instructions, a second under callgrind."""
+WARM_UP = 20
+"""Requests before anything is counted: Python's interpreter adapts to code that has run a few times, that of a request, too."""
 AGREEMENT = 0.001
 """Two counts of the same arm differ by this share of them at most."""
 EVENT = "instructions:u"
@@ -41,7 +43,7 @@ class Unavailable(Exception):
 class Counter(Protocol):
     """Counts what one process does."""
 
-    def count(self, work: Work) -> int:
+    def count(self, work: Work) -> float:
         """Instructions of the process while ``work`` was done, and a few more that are the same each time."""
 
 
@@ -79,6 +81,8 @@ def of_calls(
 def _of_arm(tool: Tool, group: Live, arm: str, job: dict[str, Any], calls: int) -> float:
     with group.block():
         child, _ = group.start(job, f"instructions-{arm}")
+        for _ in range(WARM_UP):
+            group.ask(child, {"calls": 1})
         return per_call(tool.attach(child.pid), lambda n: group.ask(child, {"calls": n}), calls)
 
 
@@ -88,7 +92,7 @@ def per_call(counter: Counter, ask: Callable[[int], object], calls: int) -> floa
     Raises:
         ValueError: two counts do not agree, or are of nothing.
     """
-    ask(calls)  # what a first call does, as the interpreter's own adaption to it, is not what a call costs
+    ask(calls)
     counts = [_difference(counter, ask, calls) for _ in range(2)]
     if min(counts) <= 0:
         raise ValueError(f"{2 * calls} calls took no more instructions than {calls}")
@@ -125,7 +129,7 @@ def _output(*command: str) -> str:
 # --- perf -------------------------------------------------------------------------------------------------------------
 
 
-def parse_perf(text: str, event: str = EVENT) -> int:
+def parse_perf(text: str, event: str = EVENT) -> float:
     """The count of ``event`` in what ``perf stat -x,`` wrote.
 
     Raises:
@@ -135,9 +139,9 @@ def parse_perf(text: str, event: str = EVENT) -> int:
     for line in text.splitlines():
         value, _, rest = line.partition(",")
         if event in rest.split(","):
-            if not value.isdigit():
+            if value.startswith("<"):
                 raise Unavailable(f"perf: {event} is {value.strip('<>')} here")
-            return int(value)
+            return float(value)
     raise ValueError(f"perf stat said nothing of {event}: {' '.join(text.split())[:200]}")
 
 
@@ -169,7 +173,7 @@ class _PerfCounter:
     def __init__(self, pid: int, event: str) -> None:
         self.pid, self.event = pid, event
 
-    def count(self, work: Work) -> int:
+    def count(self, work: Work) -> float:
         with contextlib.ExitStack() as stack:
             commands, orders = _pipe(stack)
             answers, acks = _pipe(stack)
@@ -218,11 +222,11 @@ def parse_callgrind(text: str) -> int:
     Raises:
         ValueError: there are none in it.
     """
-    _, found, table = text.partition("Totals:")
-    threads = re.findall(r"^\s*Th\s*\d+\s+([\d,]+)", table, re.MULTILINE)
-    if not found or not threads:
+    _, _, table = text.partition("Totals:")
+    if table.split()[:1] != ["Ir"]:
         raise ValueError(f"callgrind_control told no count: {' '.join(text.split())[:200]}")
-    return sum(int(count.replace(",", "")) for count in threads)
+    # A thread that has done nothing yet has no line.
+    return sum(int(count.replace(",", "")) for count in re.findall(r"^\s*Th\s*\d+\s+([\d,]+)", table, re.MULTILINE))
 
 
 def _find_callgrind() -> Tool:
@@ -260,13 +264,11 @@ class _CallgrindCounter:
     def __init__(self, pid: int) -> None:
         self.pid = str(pid)
         _output("callgrind_control", "-i", "on", self.pid)
-        self._total = self._read()
 
     def _read(self) -> int:
         return parse_callgrind(_output("callgrind_control", "-e", self.pid))
 
-    def count(self, work: Work) -> int:
-        before = self._total
+    def count(self, work: Work) -> float:
+        before = self._read()
         work()
-        self._total = self._read()
-        return self._total - before
+        return self._read() - before
