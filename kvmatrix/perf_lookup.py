@@ -23,7 +23,7 @@ from kvmatrix.stats import interleaved_order
 
 ROUND_SECONDS = 0.02
 """A round repeats the call until it takes about this long, so that the clock's step does not count."""
-ROUNDS = 6
+ROUNDS = 4
 """Of each arm in a block, the warm-up not among them."""
 PROBE_SHARE = 0.25
 """Calls that take this share of a round tell how many make a whole one."""
