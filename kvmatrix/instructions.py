@@ -259,9 +259,8 @@ class Callgrind:
         # Without --trace-children a forked process does not listen to callgrind_control.
         under = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--trace-children=yes", "-q"]
         env = ctx.parent_variables(pin, "host", backend) | CALLGRIND_ENV
-        parent = ctx.pool.launch(ctx.envs[pin].python, env, [*under, f"--callgrind-out-file={os.devnull}"])
-        parent.wait_ready(CALLGRIND_PRELOAD_S)
-        return parent
+        under.append(f"--callgrind-out-file={os.devnull}")
+        return ctx.pool.get(ctx.envs[pin].python, env, under, CALLGRIND_PRELOAD_S)
 
     def attach(self, pid: int) -> Counter:
         return _CallgrindCounter(pid)

@@ -285,14 +285,14 @@ class ParentPool:
                 self._parents[key] = parent
             return parent
 
-    def get(self, python: Path, env: dict[str, str]) -> Parent:
-        """The parent for ``env``, ready to fork.
+    def get(self, python: Path, env: dict[str, str], under: Sequence[str] = (), timeout: float | None = None) -> Parent:
+        """The parent for ``env``, ready to fork; ``under`` as for :meth:`launch`, ``timeout`` in place of the pool's.
 
         Raises:
             InfraError: it could not be made ready.
         """
-        parent = self.launch(python, env)
-        parent.wait_ready(self.preload_timeout)
+        parent = self.launch(python, env, under)
+        parent.wait_ready(timeout or self.preload_timeout)
         return parent
 
     def close(self) -> None:

@@ -258,7 +258,7 @@ def test_another_arms_files(measure: Measure) -> None:
     ],
 )
 def test_a_process_that_ends(measure: Measure, answer: Any, told: str) -> None:
-    script = Script(timing=lambda arm, request: answer if (arm, request) == ("fix", 9) else {})
+    script = Script(timing=lambda arm, request: answer if (arm, request) == ("fix", 6) else {})
     assert refused(lambda: measure(script), InfraError).startswith(f"the measuring process of fix {told}")
     assert [arm for kind, arm, *_ in script.events if kind == "end"] == ARMS
 
