@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import refused
 
-from kvmatrix import perf_lookup
+from kvmatrix import instructions, perf_lookup
 from kvmatrix.arms import Arm
 from kvmatrix.config import LookupPerf, Project
 from kvmatrix.envs import PinEnv
@@ -315,10 +315,11 @@ def test_instructions_are_in_the_row(measure: Measure, monkeypatch: pytest.Monke
         given.append((pin, [j["arm"] for j in jobs.values()], calls))
         return {"stock": 12.5}, "an abacus"
 
-    monkeypatch.setattr(perf_lookup.instructions, "of_calls", of_calls)
+    monkeypatch.setattr(instructions, "of_calls", of_calls)
     row = measure(Script(), count=True)
     assert (row.instructions, row.instructions_by) == ({"stock": 12.5}, "an abacus")
-    assert given == [("0.32.0", ARMS, dict.fromkeys(ARMS, 10))]
+    share = instructions.COUNTED_SECONDS / perf_lookup.ROUND_SECONDS
+    assert given == [("0.32.0", ARMS, dict.fromkeys(ARMS, 20 * share))]
 
 
 # --- the real lookup --------------------------------------------------------------------------------------------------
