@@ -138,7 +138,7 @@ class _Lookup:
     def block(self, group: Live, index: int) -> None:
         """The next block: new processes for all arms, a warm-up round of each, then rounds of all of them interleaved."""
         with group.block():
-            children = self._start(group, f"lookup-{name_of(self.geometry)}-{index}")
+            children = self._start(group, index)
             if not self.calls:
                 self._calibrate(group, children)
             arms = self.arms if index % 2 == 0 else self.arms[::-1]
@@ -156,10 +156,13 @@ class _Lookup:
     def job(self, arm: str) -> dict[str, Any]:
         return overlay_job(self.ctx, self.pin, arm, kind="lookup", geometry=self.geometry)
 
-    def _start(self, group: Live, log: str) -> dict[str, Job]:
-        ready = group.start_all([(self.job(arm), f"{log}-{arm}") for arm in self.arms])
+    def _start(self, group: Live, index: int) -> dict[str, Job]:
+        """The processes of block ``index``. Another arm's is the first one in each: which memory a process gets hangs on it."""
+        first = index % len(self.arms)
+        arms, log = [*self.arms[first:], *self.arms[:first]], f"lookup-{name_of(self.geometry)}-{index}"
+        ready = group.start_all([(self.job(arm), f"{log}-{arm}") for arm in arms])
         children = {}
-        for arm, (child, message) in zip(list(self.arms), ready, strict=True):
+        for arm, (child, message) in zip(arms, ready, strict=True):
             self._take(arm, message)
             children[arm] = child
         return children
