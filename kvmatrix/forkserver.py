@@ -45,20 +45,36 @@ PRELOAD = (
     "transformers.models.llama4.modeling_llama4",
     "torch._inductor.compile_fx",
 )
+# All that a lookup without a model needs: under a tool that makes everything slow, the rest would take minutes.
+PRELOAD_SCHEDULER = (
+    "vllm.sampling_params",
+    "vllm.utils.hashing",
+    "vllm.distributed.kv_events",
+    "vllm.distributed.kv_transfer.kv_connector.utils",
+    "vllm.v1.core.block_pool",
+    "vllm.v1.core.kv_cache_coordinator",
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.kv_cache_utils",
+    "vllm.v1.core.sched.output",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.outputs",
+    "vllm.v1.request",
+)
 NEVER_PRELOADED = "vllm.v1.simple_kv_offload.manager"
 
 
-def preload() -> dict[str, Any]:
+def preload(scheduler_only: bool = False) -> dict[str, Any]:
     """Import what every cell needs; report what failed and whether the process may be forked."""
     missing = {}
-    for name in PRELOAD:
+    for name in PRELOAD_SCHEDULER if scheduler_only else PRELOAD:
         try:
             importlib.import_module(name)
         except ImportError as e:
             missing[name] = str(e)
-    from vllm.plugins import load_general_plugins
+    if not scheduler_only:
+        from vllm.plugins import load_general_plugins
 
-    load_general_plugins()
+        load_general_plugins()
     gc.collect()
     gc.freeze()  # what was imported lives on: children's collections need not walk it, and so copy its pages
     return {
@@ -201,7 +217,8 @@ class ForkServer:
 def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     server = ForkServer(control)
-    facts = preload() if "--no-preload" not in sys.argv else {"missing": {}, "threads": 1, "spoilt": False}
+    nothing = {"missing": {}, "threads": 1, "spoilt": False}
+    facts = nothing if "--no-preload" in sys.argv else preload(scheduler_only="--scheduler-only" in sys.argv)
     server.reply({"ready": True, **facts})
     try:
         server.serve()

@@ -5,6 +5,7 @@ A message is sent the moment its fact is known, so that a later crash loses noth
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -166,13 +167,24 @@ def run_programs(asked: dict[str, Any], tools: str) -> dict[str, Any]:
 
 
 def run_lookup(job: dict[str, Any], send: Send, receive: Receive) -> None:
-    """``kind = lookup``: answer ``{"calls": n}`` requests with the seconds that n lookup calls took."""
+    """``kind = lookup``: answer ``{"calls": n}`` requests with the seconds of n lookups, and what the last one answered.
+
+    Python's collector is off: it would walk all that the process holds in whichever round its counter runs full, a round of any
+    arm. vLLM's engine takes what it holds at its start out of the collector's sight for the same reason.
+    """
     from kvmatrix import scheduler_harness
 
-    bench = scheduler_harness.LookupBench(**job["geometry"])
-    send({"type": "ready", "answer": bench.answer(), "imported": overlay.imported_digests()})
+    gc.disable()
+    try:
+        bench = scheduler_harness.LookupBench(**job["geometry"])
+    except scheduler_harness.Unsupported as e:
+        send({"type": "ready", "refused": str(e), "imported": overlay.imported_digests()})
+        return
+    answer = bench.answer()
+    send({"type": "ready", "answer": answer, "kv_groups": bench.kv_groups, "imported": overlay.imported_digests()})
     while (request := receive()) is not None:
-        send({"type": "timing", "seconds": bench.time_calls(request["calls"])})
+        seconds, external = bench.time_calls(request["calls"])
+        send({"type": "timing", "seconds": seconds, "external_tokens": external})
 
 
 def run_generate(job: dict[str, Any], send: Send, receive: Receive) -> None:

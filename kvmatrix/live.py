@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvmatrix import judge
 from kvmatrix.cells import STOCK, Cell
 from kvmatrix.errors import InfraError
-from kvmatrix.processes import Job, JobTimeout
+from kvmatrix.processes import Job, JobTimeout, Parent
 from kvmatrix.runner import Context
 
 AGAIN = "stock-again"
@@ -24,27 +24,40 @@ def measured_arm(arm: str) -> str:
 
 
 class Live:
-    """Children of one measurement, one an arm, that answer a request at a time."""
+    """Children of one measurement, one an arm, that answer a request at a time.
 
-    def __init__(self, ctx: Context, pin: str, backend: str) -> None:
+    ``parent``: forks them; by default the preloaded one of ``backend``.
+    """
+
+    def __init__(self, ctx: Context, pin: str, backend: str, parent: Parent | None = None) -> None:
         self.ctx = ctx
         self.pin = pin
-        self.parent = ctx.pool.get(ctx.envs[pin].python, ctx.parent_variables(pin, "host", backend))
+        self.parent = parent or ctx.pool.get(ctx.envs[pin].python, ctx.parent_variables(pin, "host", backend))
         self.timeout = ctx.matrix.budgets.cell_timeout_s
         self._jobs: list[Job] = []
+        self._arms: dict[int, str] = {}
+        """Of each child, by its object: whose it is."""
 
-    def begin(self, job: dict[str, Any], name: str) -> Job:
-        """Fork a child for ``job``, whose arm is in it, and do not wait for it: see :meth:`ready`."""
-        child = self.parent.start(job, self.ctx.folder / "logs" / f"{name}.log")
-        self._jobs.append(child)
-        return child
-
-    def ready(self, child: Job, job: dict[str, Any]) -> dict[str, Any]:
-        """Wait until the child of ``job`` is ready; its ``ready`` message comes back.
+    def start(self, job: dict[str, Any], name: str) -> tuple[Job, dict[str, Any]]:
+        """Start a child and wait until it is ready; its ``ready`` message comes back.
 
         Raises:
-            InfraError: it ended, failed, took too long, is another engine than the one asked for or another arm.
+            InfraError: it ended, failed or took too long.
         """
+        return self.start_all([(job, name)])[0]
+
+    def start_all(self, jobs: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[Job, dict[str, Any]]]:
+        """Start a child for each job and log name, all at once, and wait until all are ready; for errors see :meth:`start`."""
+        children = [self._begin(job, name) for job, name in jobs]
+        return [(child, self._ready(child, job)) for child, (job, _) in zip(children, jobs, strict=True)]
+
+    def _begin(self, job: dict[str, Any], name: str) -> Job:
+        child = self.parent.start(job, self.ctx.folder / "logs" / f"{name}.log")
+        self._jobs.append(child)
+        self._arms[id(child)] = job["arm"]
+        return child
+
+    def _ready(self, child: Job, job: dict[str, Any]) -> dict[str, Any]:
         with_connector = job["geometry"].get("offload", True)  # without it vLLM imports nothing that an arm changes
         while True:
             message = self._next(child)
@@ -57,15 +70,6 @@ class Live:
                     self._check_arm(message["imported"], job["arm"])
                 return message
 
-    def start_all(self, jobs: dict[str, dict[str, Any]], name: str) -> tuple[dict[str, Job], dict[str, dict[str, Any]]]:
-        """Start a child for each arm's job side by side; the children and their ``ready`` messages, by arm.
-
-        Raises:
-            InfraError: see :meth:`ready`.
-        """
-        children = {arm: self.begin(job, f"{name}-{arm}") for arm, job in jobs.items()}
-        return children, {arm: self.ready(child, jobs[arm]) for arm, child in children.items()}
-
     def _check_arm(self, imported: dict[str, str], arm: str) -> None:
         if imported != self.ctx.arms[self.pin, measured_arm(arm)].expected:
             raise InfraError(f"the measuring process of {arm} imported other files than the arm's")
@@ -74,28 +78,43 @@ class Live:
         try:
             child.send(request)
         except OSError as e:
-            raise InfraError(f"a measuring process ended: {e}") from e
+            raise InfraError(f"the measuring process of {self._arms[id(child)]} ended: {e}") from e
         return self._next(child)
 
     def _next(self, child: Job) -> dict[str, Any]:
+        who = f"the measuring process of {self._arms[id(child)]}"
         try:
             message = child.receive(self.timeout)
         except JobTimeout:
-            raise InfraError(f"a measuring process did not answer within {self.timeout:g} s") from None
+            raise InfraError(f"{who} did not answer within {self.timeout:g} s") from None
         if message is None:
-            raise InfraError(f"a measuring process ended by itself: see {self.ctx.folder / 'logs'}")
+            raise InfraError(f"{who} ended by itself: see {self.ctx.folder / 'logs'}")
         if message["type"] == "error":
-            raise InfraError(f"a measuring process failed: {message['error']}: {message['message']}")
+            raise InfraError(f"{who} failed: {message['error']}: {message['message']}")
         return message
 
-    def close(self) -> None:
-        for job in self._jobs:
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """A block of the measurement: the children that are started inside are ended with it."""
+        before = len(self._jobs)
+        try:
+            yield
+        finally:
+            self._end(before)
+
+    def _end(self, first: int) -> None:
+        jobs, self._jobs = self._jobs[first:], self._jobs[:first]
+        for job in jobs:
             job.finish()
+            self._arms.pop(id(job), None)
+
+    def close(self) -> None:
+        self._end(0)
 
 
 @contextlib.contextmanager
-def live(ctx: Context, pin: str, backend: str) -> Iterator[Live]:
-    group = Live(ctx, pin, backend)
+def live(ctx: Context, pin: str, backend: str, parent: Parent | None = None) -> Iterator[Live]:
+    group = Live(ctx, pin, backend, parent)
     try:
         yield group
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ from kvmatrix.cells import Cell
 from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import PerfSize
 from kvmatrix.errors import InfraError
-from kvmatrix.live import Tell, live, measured_arm
+from kvmatrix.live import Live, Tell, live, measured_arm
 from kvmatrix.processes import Job
 from kvmatrix.records import BenchRequest, PerfRow
 from kvmatrix.runner import Context, cell_job, llm_geometry
+from kvmatrix.stats import shuffled_order
 from kvmatrix.workloads import HIT_WORKLOADS
 
 TRACE = ("multi-turn", "no-offload")
@@ -96,7 +98,7 @@ class GenerateRun:
         references = self._control(block, arms)
         with live(self.ctx, self.pin, self.perf.backend) as group:
             jobs = {arm: self._job(arm, offload=True) for arm in arms}
-            children, ready = group.start_all(jobs, f"generate-{block}")
+            children, ready = _start(group, jobs, f"generate-{block}")
             self.imported = {arm: ready[arm]["imported"] for arm in self.arms}
             self.block_bytes = ready[arms[0]]["block_bytes"]
             self._warm_up(group, children)
@@ -110,50 +112,49 @@ class GenerateRun:
         if not any(w in self.measured for w in TRACE):
             return answers
         with live(self.ctx, self.pin, self.perf.backend) as group:
-            children, _ = group.start_all({arm: self._job(arm, offload=False) for arm in arms}, f"no-offload-{block}")
+            children, _ = _start(group, {arm: self._job(arm, offload=False) for arm in arms}, f"no-offload-{block}")
             for arm in arms:
                 group.ask(children[arm], {"workload": "cold", "seed": WARM_UP})
-            for turn, arm in self._interleaved(arms, self.size.turns):
+            for turn, arm in self._turns(arms, -1 - block):
                 told = group.ask(children[arm], {"workload": "no-offload", "seed": 1 + block, "turn": turn})
                 answers[arm].append(told)
                 self._keep("no-offload", arm, told | {"right": True})
         return answers
 
-    def _trace(self, group: Any, children: dict[str, Job], block: int, references: dict[str, list[dict[str, Any]]]) -> None:
+    def _trace(self, group: Live, children: dict[str, Job], block: int, references: dict[str, list[dict[str, Any]]]) -> None:
         if "multi-turn" not in self.measured:
             return
-        for turn, arm in self._interleaved(list(children), self.size.turns):
+        for turn, arm in self._turns(list(children), block):
             told = group.ask(children[arm], {"workload": "multi-turn", "seed": 1 + block, "turn": turn})
             reference = references[arm][turn]
             right = told["token_ids"] == reference["token_ids"]
             self._keep("multi-turn", arm, told | {"right": right, "reference_ttft": reference["ttft"]})
 
-    def _warm_up(self, group: Any, children: dict[str, Job]) -> None:
+    def _warm_up(self, group: Live, children: dict[str, Job]) -> None:
         for child in children.values():
             group.ask(child, {"workload": "cold", "seed": WARM_UP})
             for workload in HIT_WORKLOADS:
                 group.ask(child, {"workload": workload, "seed": WARM_UP, "prefix": self._prefix(workload, WARM_UP)})
 
-    def _hits(self, group: Any, children: dict[str, Job], seeds: list[int]) -> None:
+    def _hits(self, group: Live, children: dict[str, Job], seeds: list[int]) -> None:
         """Each prompt through the classes of hit, every class on all arms before the next one."""
         steps = ["cold", *(w for w in HIT_WORKLOADS if w in self.measured)]
-        flipped = False
-        for seed in seeds:
-            for workload in steps:
-                prefix = self._prefix(workload, seed)
-                for arm in list(children)[:: -1 if flipped else 1]:
-                    told = group.ask(children[arm], {"workload": workload, "seed": seed, "prefix": prefix})
-                    if problem := void(workload, told, self.size):
-                        raise InfraError(f"void: {workload} on {arm}: {problem}")
-                    self._keep(workload, arm, told)
-                flipped = not flipped
+        asked = [(seed, workload) for seed in seeds for workload in steps]
+        order = iter(shuffled_order(list(children), len(asked), seeds[0]))
+        for seed, workload in asked:
+            prefix = self._prefix(workload, seed)
+            for arm in itertools.islice(order, len(children)):
+                told = group.ask(children[arm], {"workload": workload, "seed": seed, "prefix": prefix})
+                if problem := void(workload, told, self.size):
+                    raise InfraError(f"void: {workload} on {arm}: {problem}")
+                self._keep(workload, arm, told)
 
     def _keep(self, workload: str, arm: str, told: dict[str, Any]) -> None:
         if workload in self.measured:
             fields = {k: v for k, v in told.items() if k in BenchRequest.model_fields}
             self.measured[workload].add(arm, BenchRequest(**fields))
 
-    def _ceilings(self, group: Any, child: Job, seed: int) -> None:
+    def _ceilings(self, group: Live, child: Job, seed: int) -> None:
         """The machine's ceilings, and prompts of several lengths cold and loaded, on stock's engine."""
         self.ceilings.append(group.ask(child, {"workload": "ceilings"}))
         taken: dict[str, list[float]] = {"load": [], "recompute": []}
@@ -168,10 +169,9 @@ class GenerateRun:
         for kind, seconds in taken.items():
             self.timed_lengths[kind].append(seconds)
 
-    def _interleaved(self, arms: list[str], rounds: int) -> Iterator[tuple[int, str]]:
-        for index in range(rounds):
-            for arm in arms if index % 2 == 0 else arms[::-1]:
-                yield index, arm
+    def _turns(self, arms: list[str], seed: int) -> Iterator[tuple[int, str]]:
+        for index, arm in enumerate(shuffled_order(arms, self.size.turns, seed)):
+            yield index // len(arms), arm
 
     def _prefix(self, workload: str, seed: int) -> int:
         """Tokens that the device is to hold: uniform over the blocks inside the first chunk where it is to be misaligned."""
@@ -283,6 +283,13 @@ class GenerateRun:
         flop = flop_of_prompt(size.prompt, 0, config)
         kv_bytes = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * 4 * len(size.layers)
         return {"bytes_per_token": kv_bytes, "flop_per_token": flop / size.prompt, "flop_of_prompt": flop}
+
+
+def _start(group: Live, jobs: dict[str, dict[str, Any]], name: str) -> tuple[dict[str, Job], dict[str, dict[str, Any]]]:
+    """A child for each arm's job, started side by side; the children and their ``ready`` messages, by arm."""
+    started = group.start_all([(job, f"{name}-{arm}") for arm, job in jobs.items()])
+    by_arm = dict(zip(jobs, started, strict=True))
+    return {arm: child for arm, (child, _) in by_arm.items()}, {arm: ready for arm, (_, ready) in by_arm.items()}
 
 
 def _checkpoint(size: PerfSize, vocab_size: int, max_model_len: int) -> dict[str, Any]:

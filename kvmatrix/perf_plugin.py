@@ -21,7 +21,7 @@ from kvmatrix.facts import without_paths
 from kvmatrix.live import AGAIN, Tell
 from kvmatrix.perf_generate import GenerateRun
 from kvmatrix.perf_harness import measure_harness
-from kvmatrix.perf_lookup import lookup_geometries, measure_lookup, workload_name
+from kvmatrix.perf_lookup import lookup_geometries, measure_lookup, name_of
 from kvmatrix.qualified import conformance_of, is_qualified
 from kvmatrix.records import PerfRow, ProbeRow, Status
 from kvmatrix.runner import Context, probe_names
@@ -86,14 +86,14 @@ class PerfPlugin(SuitePlugin):
         arms = self.arms
         if "lookup_row" in metafunc.fixturenames:
             cases = [(g, a) for g in self._lookups() for a in arms]
-            ids = [f"{workload_name(g)}-{a}" for g, a in cases]
+            ids = [f"{name_of(g)}-{a}" for g, a in cases]
             metafunc.parametrize("lookup_row", cases, ids=ids, indirect=True)
         if "generate_row" in metafunc.fixturenames:
             workloads = [(w, a) for w in self.matrix.perf.workloads for a in arms]
             metafunc.parametrize("generate_row", workloads, ids=[f"{w}-{a}" for w, a in workloads], indirect=True)
 
     def _lookups(self) -> list[dict[str, Any]]:
-        return lookup_geometries(self.matrix.perf.lookups, self.session.selection.level)
+        return lookup_geometries(self.matrix, self.session.selection.level)
 
     def pytest_benchmark_update_machine_info(self, config: pytest.Config, machine_info: dict[str, Any]) -> None:
         machine_info.pop("node", None)  # the host's name
@@ -112,9 +112,10 @@ class PerfPlugin(SuitePlugin):
 
         def measure(ctx: Context) -> PerfRow:
             perf = self.matrix.perf
-            return measure_lookup(ctx, self.pin, self.arms, geometry, perf.lookup_blocks, perf.lookup_resolution, tell)
+            resolution, count = perf.lookup_resolution, self.session.selection.level == "full"
+            return measure_lookup(ctx, self.pin, self.arms, geometry, perf.lookup_blocks, resolution, tell, count)
 
-        return self._once("lookup", workload_name(geometry), measure), arm
+        return self._once("lookup", name_of(geometry), measure), arm
 
     @pytest.fixture
     def generate_row(self, request: pytest.FixtureRequest) -> tuple[PerfRow, str]:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,10 @@ class Parent:
         env: variables over the caller's own.
         log: file that takes the parent's output.
         preload: False gives a parent that imports nothing: its child then imports all by itself.
+        under: words of a command that runs the parent. Such a one imports only what the scheduler harness needs.
     """
 
-    def __init__(self, python: Path, env: dict[str, str], log: Path, preload: bool = True) -> None:
+    def __init__(self, python: Path, env: dict[str, str], log: Path, preload: bool = True, under: Sequence[str] = ()) -> None:
         self.log = log
         self.ready: dict[str, Any] | None = None
         self._jobs: dict[int, Job] = {}
@@ -141,7 +142,8 @@ class Parent:
         self._is_ready = threading.Event()
         self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [str(python), "-m", "kvmatrix.forkserver", str(remote.fileno())]
+        argv = [*under, str(python), "-m", "kvmatrix.forkserver", str(remote.fileno())]
+        argv += ["--scheduler-only"] if under else []
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 argv + ([] if preload else ["--no-preload"]),
@@ -259,14 +261,17 @@ class ParentPool:
         self.logs = logs
         self.preload = preload
         self.preload_timeout = preload_timeout
-        self._parents: dict[tuple[str, tuple[tuple[str, str], ...]], Parent] = {}
+        self._parents: dict[tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]], Parent] = {}
         self._lock = threading.Lock()
         self._started = 0
         self.closing = False
 
-    def launch(self, python: Path, env: dict[str, str]) -> Parent:
-        """The parent for ``env``, which may still be importing; one that has died is replaced once it is asked for."""
-        key = (str(python), tuple(sorted(env.items())))
+    def launch(self, python: Path, env: dict[str, str], under: Sequence[str] = ()) -> Parent:
+        """The parent for ``env``, which may still be importing; one that has died is replaced once it is asked for.
+
+        ``under``: the command that runs it, see :class:`Parent`.
+        """
+        key = (str(python), tuple(sorted(env.items())), tuple(under))
         with self._lock:
             if self.closing:
                 raise InfraError("the run is being ended")
@@ -276,18 +281,18 @@ class ParentPool:
                 parent = None
             if parent is None:
                 self._started += 1
-                parent = Parent(python, env, self.logs / f"parent-{self._started}.log", self.preload)
+                parent = Parent(python, env, self.logs / f"parent-{self._started}.log", self.preload, under)
                 self._parents[key] = parent
             return parent
 
-    def get(self, python: Path, env: dict[str, str]) -> Parent:
-        """The parent for ``env``, ready to fork.
+    def get(self, python: Path, env: dict[str, str], under: Sequence[str] = (), timeout: float | None = None) -> Parent:
+        """The parent for ``env``, ready to fork; ``under`` as for :meth:`launch`, ``timeout`` in place of the pool's.
 
         Raises:
             InfraError: it could not be made ready.
         """
-        parent = self.launch(python, env)
-        parent.wait_ready(self.preload_timeout)
+        parent = self.launch(python, env, under)
+        parent.wait_ready(timeout or self.preload_timeout)
         return parent
 
     def close(self) -> None:

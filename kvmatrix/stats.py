@@ -7,6 +7,7 @@ layout, hash seed, where the allocator put what), so more rounds make no interva
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,23 @@ def interleaved_order(arms: Sequence[str], rounds: int) -> list[str]:
     order: list[str] = []
     for index in range(rounds):
         order += arms if index % 2 == 0 else reversed(arms)
+    return order
+
+
+def shuffled_order(arms: Sequence[str], rounds: int, seed: int) -> list[str]:
+    """``rounds`` of each arm, in every round each arm once, in an order of chance, the same for the same seed.
+
+    No arm comes right after itself: it would find its own code and data in the processor's caches, the others would not. With
+    several arms ABBA does that to the first and the last of them.
+    """
+    rng = random.Random(seed)
+    order: list[str] = []
+    for _ in range(rounds):
+        left = list(arms)
+        rng.shuffle(left)
+        if order and len(left) > 1 and left[0] == order[-1]:
+            left[0], left[-1] = left[-1], left[0]
+        order += left
     return order
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -98,11 +99,14 @@ def test_every_workload_has_each_request_on_each_arm(run: GenerateRun, engines: 
     assert rows["cold"].seconds["fix"][0] == pytest.approx([0.08] * engines.size.requests)
 
 
-def test_arms_take_turns_and_each_is_first_as_often(run: GenerateRun, engines: Engines) -> None:
+def test_arms_take_turns_and_none_follows_itself(run: GenerateRun, fake: FakeLive) -> None:
     run.measure()
     for row in (r for r in run.rows() if r.group == "generate"):
-        firsts = [order[i] for order in row.order for i in range(0, len(order), len(ARMS))]
-        assert firsts.count("stock") == firsts.count("fix") == len(firsts) / 2, row.workload
+        rounds = [order[i : i + len(ARMS)] for order in row.order for i in range(0, len(order), len(ARMS))]
+        assert all(sorted(r) == sorted(ARMS) for r in rounds), row.workload
+        assert len({tuple(r) for r in rounds}) > 1, row.workload
+    hits = [arm for arm, r in fake.asked if r.get("seed", 0) > 0 and "length" not in r and r["workload"] in HIT_WORKLOADS]
+    assert all(a != b for a, b in itertools.pairwise(hits[: len(ARMS) * 4]))
 
 
 def test_prompts_are_unique_and_the_same_on_all_arms(run: GenerateRun, fake: FakeLive, engines: Engines) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvmatrix.errors import InfraError
+from kvmatrix.forkserver import PRELOAD_SCHEDULER
 from kvmatrix.processes import COMMON_ENV, HOST_ENV, INTERPRETER_ENV, Job, JobTimeout, Parent, ParentPool, parent_env
 
 Until = Callable[..., None]
@@ -393,6 +394,19 @@ def test_a_pool_reuses_its_parents(pool: ParentPool, fakes: str) -> None:
     first = pool.get(Path(sys.executable), env)
     assert pool.get(Path(sys.executable), dict(env)) is first
     assert pool.get(Path(sys.executable), env | {"OTHER": "1"}) is not first
+
+
+def test_a_parent_under_another_command(pool: ParentPool, fakes: str) -> None:
+    """It is a parent of its own, and imports only what the scheduler harness needs."""
+    env = {"PYTHONPATH": fakes}
+    plain, under = pool.get(Path(sys.executable), env), pool.get(Path(sys.executable), env, ["nice", "-n", "1"])
+    assert under is not plain
+    assert pool.get(Path(sys.executable), env, ["nice", "-n", "1"]) is under
+    assert os.getpriority(os.PRIO_PROCESS, under.process.pid) == os.getpriority(os.PRIO_PROCESS, plain.process.pid) + 1
+    assert plain.ready is not None
+    assert under.ready is not None
+    assert set(plain.ready["missing"]) >= {"vllm.v1.engine.core"}
+    assert set(under.ready["missing"]) == set(PRELOAD_SCHEDULER)
 
 
 def test_a_pool_replaces_a_parent_that_died(pool: ParentPool, fakes: str, until: Until) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -17,6 +18,7 @@ from kvmatrix.stats import (
     interleaved_order,
     outliers,
     ratio_interval,
+    shuffled_order,
     verdict,
     widening,
 )
@@ -248,3 +250,13 @@ def test_outliers_are_outside_the_outer_fences() -> None:
     assert outliers([*calm[1:], 144.0]) == 0
     assert outliers([*calm[1:-1], 60.0, 160.0]) == 2
     assert outliers([]) == outliers([1.0]) == outliers([1.0, 1.0, 9.0]) == 0
+
+
+def test_an_order_of_chance_has_every_arm_in_each_round_and_none_after_itself() -> None:
+    order = shuffled_order(["A", "B", "C"], 200, seed=1)
+    assert all(sorted(order[i : i + 3]) == ["A", "B", "C"] for i in range(0, 600, 3))
+    assert all(a != b for a, b in itertools.pairwise(order))
+    firsts = order[::3]
+    assert min(firsts.count(arm) for arm in "ABC") > 40
+    assert order == shuffled_order(["A", "B", "C"], 200, seed=1) != shuffled_order(["A", "B", "C"], 200, seed=2)
+    assert shuffled_order(["A"], 3, seed=1) == ["A"] * 3
