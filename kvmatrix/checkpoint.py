@@ -187,6 +187,23 @@ def _marker(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(json.loads((Path(folder) / MARKER).read_text(encoding="utf-8")))
 
 
+def reference(folder: str, prompt: list[int], new_tokens: int) -> tuple[list[int], list[list[float]]]:
+    """What :func:`reference_logprobs` answers, computed once and kept beside the checkpoint: it is the same for all arms."""
+    import torch
+    import transformers
+
+    asked = json.dumps([prompt, new_tokens, torch.__version__, transformers.__version__])
+    kept = Path(folder) / f"reference-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    if kept.exists():
+        told = json.loads(kept.read_text(encoding="utf-8"))
+        return told["token_ids"], told["logprobs"]
+    tokens, rows = reference_logprobs(folder, prompt, new_tokens)
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".making-", delete=False, encoding="utf-8") as work:
+        json.dump({"token_ids": tokens, "logprobs": rows}, work)
+    Path(work.name).rename(kept)  # whole, or not at all: other cells look for it meanwhile
+    return tokens, rows
+
+
 def reference_logprobs(folder: str, prompt: list[int], new_tokens: int) -> tuple[list[int], list[list[float]]]:
     """transformers' own answer on a checkpoint: greedy tokens, and full-vocabulary logprobs [new_tokens, vocab] in nats."""
     import torch

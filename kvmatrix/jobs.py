@@ -92,7 +92,7 @@ def run_cell(job: dict[str, Any], send: Send, receive: Receive) -> None:
     send({"type": "stage", "stage": "checkpoint"})
     model = checkpoint.ensure(job["checkpoint"], job["checkpoints"])
     send({"type": "stage", "stage": "reference"})
-    reference = checkpoint.reference_logprobs(model, prompt, geometry["new_tokens"])
+    reference = checkpoint.reference(model, prompt, geometry["new_tokens"])
     engine, state = start_engine(job, model, send)
     runner = ProbeRunner(engine, geometry, state["groups"])
     for observed in runner.run(job["probes"], on_start=lambda name: send({"type": "stage", "stage": name})):
