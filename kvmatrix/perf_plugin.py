@@ -206,15 +206,14 @@ class PerfPlugin(SuitePlugin):
             return
         run = GenerateRun(self._ctx, self.pin, [a for a in self.arms if a not in refused], self.size, tell)
         run.left_out = refused
-        reason = ""
+        reason = "ended early"  # unless it is known better: what is cut short must never look whole
         try:
             run.measure()
+            reason = ""
         except InfraError as e:
-            reason = f"{without_paths(str(e))} (after {run.blocks_done} of {self.matrix.perf.blocks} blocks)"
-        except KeyboardInterrupt:
-            reason = f"interrupted after {run.blocks_done} of {self.matrix.perf.blocks} blocks"
-            raise
+            reason = without_paths(str(e))
         finally:
+            reason = reason and f"{reason} (after {run.blocks_done} of {self.matrix.perf.blocks} blocks)"
             for row in run.rows(reason):
                 self._keep(row.workload, row)
 
