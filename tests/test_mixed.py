@@ -377,6 +377,7 @@ def test_a_full_disk(lab: Lab, without_pip: None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_pip_and_no_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "find_spec", lambda name: name)  # uv's own environments have no pip
     command = locks.download_command("vllm===2.0", Path("wheels"), None)
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:", "--dest=wheels"} < set(command)

@@ -175,6 +175,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     monkeypatch.setattr(locks.sys, "executable", str(script))
+    monkeypatch.setattr(locks, "find_spec", lambda name: name)  # uv's own environments have no pip
     return script
 
 
