@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from kvmatrix import layers as letters
 from kvmatrix import oracle
-from kvmatrix.config import LEVELS, DType, Geometry, Level, Matrix, OffloadMode, Pin
+from kvmatrix.config import DType, Geometry, Level, Matrix, OffloadMode, Pin, is_within
 from kvmatrix.errors import UsageError
 
 STOCK = "stock"
@@ -192,7 +192,7 @@ def _llm_cells(matrix: Matrix, selection: Selection, pin: Pin, arms: Sequence[st
     for geometry in matrix.geometries:
         if not _kept(selection, "llm", geometry.chunk, geometry.block):
             continue
-        if LEVELS.index(geometry.level) > LEVELS.index(selection.level):
+        if not is_within(geometry.level, selection.level):
             continue
         modes = [m for m in axes.mode if not geometry.modes or m in geometry.modes]
         for backend, mode, dtype, offload, arm in itertools.product(

@@ -28,6 +28,9 @@ LONG_PROMPT = 4096
 """Tokens of a prompt from which on the reference must not hold whole matrices of scores: they would be gigabytes."""
 
 
+FLOAT32_BYTES = 4
+
+
 @dataclass(frozen=True)
 class CheckpointSpec:
     """Parameters of one model; ``layers`` has the letters of :mod:`kvmatrix.layers`."""
@@ -43,6 +46,11 @@ class CheckpointSpec:
     head_dim: int = 32
     max_position_embeddings: int = 512
     seed: int = 0
+
+    @classmethod
+    def kv_bytes_of_token(cls, layers: int) -> int:
+        """Bytes of a token's keys and values in ``layers`` layers, in float32, with the sizes that no cell changes."""
+        return 2 * cls.num_key_value_heads * cls.head_dim * FLOAT32_BYTES * layers
 
     @property
     def key(self) -> str:

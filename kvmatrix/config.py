@@ -21,6 +21,13 @@ DType = Literal["float32", "bfloat16"]
 Level = Literal["quick", "default", "full"]
 LEVELS = get_args(Level)
 """From the smallest selection to the one that has all."""
+
+
+def is_within(level: Level, selection: Level) -> bool:
+    """Whether what is of ``level`` belongs to the selection."""
+    return LEVELS.index(level) <= LEVELS.index(selection)
+
+
 ProbeName = Literal[
     "cold",
     "device-hit",
@@ -342,6 +349,11 @@ class PerfSize(Strict):
     turns: PositiveInt
     """Requests of the conversations of a block and arm."""
 
+    @property
+    def servable_tokens(self) -> int:
+        """Of the prompt, those that a cache can serve: whole blocks, without the last token, which is always computed."""
+        return (self.prompt - 1) // self.block * self.block
+
     @model_validator(mode="after")
     def _consistent(self) -> PerfSize:
         if self.chunk % self.block or self.chunk <= self.block or self.prompt <= self.chunk + self.block:
@@ -456,7 +468,7 @@ class Matrix(Strict):
         stateful = self.scheduler.stateful
         if stateful and level == "quick":
             stateful = stateful.model_copy(update={"programs": stateful.quick_programs})
-        sweeps = tuple(s for s in self.scheduler.sweeps if LEVELS.index(s.level) <= LEVELS.index(level))
+        sweeps = tuple(s for s in self.scheduler.sweeps if is_within(s.level, level))
         scheduler = self.scheduler.model_copy(update={"sweeps": sweeps, "stateful": stateful})
         return self.model_copy(update={"scheduler": scheduler})
 

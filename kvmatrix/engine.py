@@ -141,9 +141,8 @@ class Engine:
 
         self.config = config
         self._started = 0
-        self._finished: dict[str, Any] = {}
-        self._tokens: dict[str, int] = {}
-        """Tokens that came so far, by request; of a request that is not streamed, all at its end."""
+        self._outputs: dict[str, Any] = {}
+        """The newest output of each request that :meth:`step` has advanced; of one that is not streamed, its last one alone."""
         started = time.perf_counter()
         self.llm = LLM(**config.llm_kwargs())
         self.start_seconds = time.perf_counter() - started
@@ -233,12 +232,12 @@ class Engine:
 
         def note() -> bool:
             now = time.perf_counter() - started
-            seconds.extend([now] * (self._tokens.get(name, 0) - len(seconds)))
-            return name in self._finished
+            if (output := self._outputs.get(name)) is not None:
+                seconds.extend([now] * (len(output.outputs[0].token_ids) - len(seconds)))
+            return self._is_finished(name)
 
         self.step_until(note, "the end of a timed request")
-        output = self._finished.pop(name)
-        self._tokens.pop(name)
+        output = self._outputs.pop(name)
         self.drain()
         return Timed(list(output.outputs[0].token_ids), seconds, self.counters_since(before))
 
@@ -255,11 +254,12 @@ class Engine:
         return name
 
     def step(self) -> None:
-        """One step of the engine; the outputs of finished requests are kept for :meth:`finish`."""
+        """One step of the engine; each request's newest output is kept, for :meth:`finish` and :meth:`timed`."""
         for output in self.llm.llm_engine.step():
-            self._tokens[output.request_id] = len(output.outputs[0].token_ids)
-            if output.finished:
-                self._finished[output.request_id] = output
+            self._outputs[output.request_id] = output
+
+    def _is_finished(self, name: str) -> bool:
+        return name in self._outputs and self._outputs[name].finished
 
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
@@ -291,9 +291,9 @@ class Engine:
 
     def finish(self, names: list[str]) -> list[Generation]:
         """Step until the named requests are done; their answers, without times and counters."""
-        self.step_until(lambda: all(name in self._finished for name in names), "the end of all requests")
+        self.step_until(lambda: all(map(self._is_finished, names)), "the end of all requests")
         self.drain()
-        return [_generation(self._finished.pop(name), 0.0, {}) for name in names]
+        return [_generation(self._outputs.pop(name), 0.0, {}) for name in names]
 
     def control_loads(self, what: str, block: int = -1) -> None:
         """Hold loads back, release them, or lose a block of the CPU tier at its next load.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvmatrix import judge
@@ -44,12 +44,13 @@ class Live:
         Raises:
             InfraError: it ended, failed or took too long.
         """
-        return self.start_all([(job, name)])[0]
+        child = self._begin(job, name)
+        return child, self._ready(child, job)
 
-    def start_all(self, jobs: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[Job, dict[str, Any]]]:
-        """Start a child for each job and log name, all at once, and wait until all are ready; for errors see :meth:`start`."""
-        children = [self._begin(job, name) for job, name in jobs]
-        return [(child, self._ready(child, job)) for child, (job, _) in zip(children, jobs, strict=True)]
+    def start_all(self, jobs: Mapping[str, dict[str, Any]], name: str) -> dict[str, tuple[Job, dict[str, Any]]]:
+        """Start a child for each arm's job, all at once, and wait until all are ready; for errors see :meth:`start`."""
+        children = {arm: self._begin(job, f"{name}-{arm}") for arm, job in jobs.items()}
+        return {arm: (child, self._ready(child, jobs[arm])) for arm, child in children.items()}
 
     def _begin(self, job: dict[str, Any], name: str) -> Job:
         child = self.parent.start(job, self.ctx.folder / "logs" / f"{name}.log")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvmatrix.ceilings import break_even, flop_of_prompt
-from kvmatrix.cells import Cell
+from kvmatrix.cells import STOCK, Cell
 from kvmatrix.checkpoint import CheckpointSpec
 from kvmatrix.config import PerfSize
 from kvmatrix.errors import InfraError
@@ -18,10 +19,8 @@ from kvmatrix.processes import Job
 from kvmatrix.records import BenchRequest, PerfRow
 from kvmatrix.runner import Context, cell_job, llm_geometry
 from kvmatrix.stats import shuffled_order
-from kvmatrix.workloads import HIT_WORKLOADS
+from kvmatrix.workloads import HIT_WORKLOADS, TRACE
 
-TRACE = ("multi-turn", "no-offload")
-"""The same conversations, with the connector and without."""
 WARM_UP = 0
 """Seed of the prompt that each engine is asked first, through every class of hit; it is not measured."""
 
@@ -98,9 +97,10 @@ class GenerateRun:
         references = self._control(block, arms)
         with live(self.ctx, self.pin, self.perf.backend) as group:
             jobs = {arm: self._job(arm, offload=True) for arm in arms}
-            children, ready = _start(group, jobs, f"generate-{block}")
-            self.imported = {arm: ready[arm]["imported"] for arm in self.arms}
-            self.block_bytes = ready[arms[0]]["block_bytes"]
+            started = group.start_all(jobs, f"generate-{block}")
+            children = {arm: child for arm, (child, _) in started.items()}
+            self.imported = {arm: started[arm][1]["imported"] for arm in self.arms}
+            self.block_bytes = started[arms[0]][1]["block_bytes"]
             self._warm_up(group, children)
             self._hits(group, children, seeds)
             self._trace(group, children, block, references)
@@ -112,7 +112,8 @@ class GenerateRun:
         if not any(w in self.measured for w in TRACE):
             return answers
         with live(self.ctx, self.pin, self.perf.backend) as group:
-            children, _ = _start(group, {arm: self._job(arm, offload=False) for arm in arms}, f"no-offload-{block}")
+            started = group.start_all({arm: self._job(arm, offload=False) for arm in arms}, f"no-offload-{block}")
+            children = {arm: child for arm, (child, _) in started.items()}
             for arm in arms:
                 group.ask(children[arm], {"workload": "cold", "seed": WARM_UP})
             for turn, arm in self._turns(arms, -1 - block):
@@ -155,7 +156,7 @@ class GenerateRun:
             self.measured[workload].add(arm, BenchRequest(**fields))
 
     def _ceilings(self, group: Live, child: Job, seed: int) -> None:
-        """The machine's ceilings, and prompts of several lengths cold and loaded, on stock's engine."""
+        """The machine's ceilings, and prompts of several lengths cold and loaded, on the engine of the block's first arm."""
         self.ceilings.append(group.ask(child, {"workload": "ceilings"}))
         taken: dict[str, list[float]] = {"load": [], "recompute": []}
         for length in self.lengths:
@@ -177,15 +178,16 @@ class GenerateRun:
         """Tokens that the device is to hold: uniform over the blocks inside the first chunk where it is to be misaligned."""
         size = self.size
         misaligned = size.block * random.Random(seed).randrange(1, size.chunk // size.block)
-        whole = (size.prompt - 1) // size.block * size.block
-        return {"device-hit": whole, "mixed-aligned": size.chunk, "mixed-misaligned": misaligned}.get(workload, 0)
+        return {"device-hit": size.servable_tokens, "mixed-aligned": size.chunk, "mixed-misaligned": misaligned}.get(
+            workload, 0
+        )
 
     def _job(self, arm: str, offload: bool) -> dict[str, Any]:
         size, llm = self.size, self.ctx.matrix.llm
         cell = perf_cell(size, self.perf.backend, self.perf.mode, self.pin, measured_arm(arm))
         # The device has room for one of the longest prompts: conversations push each other out of it.
         sizes = llm_geometry(size.prompt, size.block, size.block, cell.kv_groups, size.new_tokens)
-        per_token = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * 4 * len(size.layers)
+        per_token = CheckpointSpec.kv_bytes_of_token(len(size.layers))
         tokens = size.prompt * (size.requests * 2 + size.turns + 6)
         return cell_job(cell, self.ctx) | {
             "kind": "generate",
@@ -224,7 +226,7 @@ class GenerateRun:
     def _wrong_arm(self, measured: Measured) -> str:
         """A patched arm with a wrong answer; stock's are what the fixes are about."""
         arms = (a for a, blocks in measured.requests.items() if not all(r.right for b in blocks for r in b))
-        return next((a for a in arms if measured_arm(a) != "stock"), "")
+        return next((a for a in arms if measured_arm(a) != STOCK), "")
 
     def _id(self, workload: str) -> str:
         cell = perf_cell(self.size, self.perf.backend, self.perf.mode, self.pin, "x")
@@ -248,7 +250,7 @@ class GenerateRun:
         rows = [PerfRow(id=self._id("ceilings"), group="ceiling", workload="ceilings", geometry={}, answers=answers, **common)]
         if "device-hit" in self.measured:
             requests = self.measured["device-hit"].requests[self.arms[0]]
-            step = sorted(r.ttft for block in requests for r in block)[len([r for b in requests for r in b]) // 2]
+            step = statistics.median_high(r.ttft for block in requests for r in block)
             per_token = {"load": model["bytes_per_token"] / best["copy_bytes_per_s"]}
             per_token["recompute"] = model["flop_per_token"] / best["matmul_flop_per_s"]
             predicted = break_even(step, per_token["load"], per_token["recompute"])
@@ -281,15 +283,8 @@ class GenerateRun:
             "vocab_size": spec["vocab_size"],
         }
         flop = flop_of_prompt(size.prompt, 0, config)
-        kv_bytes = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * 4 * len(size.layers)
+        kv_bytes = CheckpointSpec.kv_bytes_of_token(len(size.layers))
         return {"bytes_per_token": kv_bytes, "flop_per_token": flop / size.prompt, "flop_of_prompt": flop}
-
-
-def _start(group: Live, jobs: dict[str, dict[str, Any]], name: str) -> tuple[dict[str, Job], dict[str, dict[str, Any]]]:
-    """A child for each arm's job, started side by side; the children and their ``ready`` messages, by arm."""
-    started = group.start_all([(job, f"{name}-{arm}") for arm, job in jobs.items()])
-    by_arm = dict(zip(jobs, started, strict=True))
-    return {arm: child for arm, (child, _) in by_arm.items()}, {arm: ready for arm, (_, ready) in by_arm.items()}
 
 
 def _checkpoint(size: PerfSize, vocab_size: int, max_model_len: int) -> dict[str, Any]:
@@ -314,12 +309,11 @@ def _lengths(size: PerfSize) -> Iterator[int]:
 def void(workload: str, told: dict[str, Any], size: PerfSize) -> str:
     """Why a request does not count: it did not find its state, or did not give all its tokens; empty when it does."""
     device, external = told["device_hit_tokens"], told["external_hit_tokens"]
-    whole = (size.prompt - 1) // size.block * size.block
     if told["output_tokens"] != size.new_tokens:
         return f"{told['output_tokens']} output tokens, {size.new_tokens} were meant"
     if device != told["prefix"]:
         return f"the device served {device} tokens, {told['prefix']} were meant"
-    meant = {"cold": 0, "mixed-misaligned": external}.get(workload, whole - device)
+    meant = {"cold": 0, "mixed-misaligned": external}.get(workload, size.servable_tokens - device)
     if external != meant:
         return f"the CPU tier served {external} tokens, {meant} were meant"
     if external and not told["loaded_bytes"]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmatrix import instructions
-from kvmatrix.config import LEVELS, Level, LookupPerf, Matrix
+from kvmatrix.config import Level, LookupPerf, Matrix, is_within
 from kvmatrix.errors import InfraError, UsageError
 from kvmatrix.live import Live, Tell, live, measured_arm, overlay_job
 from kvmatrix.processes import Job
@@ -41,7 +41,7 @@ def lookup_geometries(matrix: Matrix, level: Level) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for lookups in matrix.perf.lookups:
-        if LEVELS.index(lookups.level) > LEVELS.index(level):
+        if not is_within(lookups.level, level):
             continue
         for geometry in _geometries(lookups):
             if (name := name_of(geometry)) in found:
@@ -162,12 +162,10 @@ class _Lookup:
         """The processes of block ``index``. Another arm's is the first one in each: which memory a process gets hangs on it."""
         first = index % len(self.arms)
         arms, log = [*self.arms[first:], *self.arms[:first]], f"lookup-{name_of(self.geometry)}-{index}"
-        ready = group.start_all([(self.job(arm), f"{log}-{arm}") for arm in arms])
-        children = {}
-        for arm, (child, message) in zip(arms, ready, strict=True):
-            self._take(arm, message)
-            children[arm] = child
-        return children
+        started = group.start_all({arm: self.job(arm) for arm in arms}, log)
+        for arm, (_, ready) in started.items():
+            self._take(arm, ready)
+        return {arm: child for arm, (child, _) in started.items()}
 
     def _take(self, arm: str, ready: dict[str, Any]) -> None:
         """An arm's answer; one that cannot be measured is left out.

@@ -37,7 +37,6 @@ INFRA_ATTEMPTS = 2
 
 CPU_TIERS = 8
 """Device tiers that the CPU tier holds at least: fillers are stored too, and must not push out what a probe needs."""
-FLOAT32_BYTES = 4
 COMPILING_SECONDS = 20.0
 """What a cell takes longer, roughly, that compiles its model first."""
 
@@ -252,9 +251,8 @@ def llm_geometry(prompt: int, prefix: int, block: int, groups: int, new_tokens: 
 
 def cpu_bytes(cell: Cell, num_gpu_blocks: int, least: int) -> int:
     """Size of the CPU tier: ``least``, or more where that is no ``CPU_TIERS`` times the device tier."""
-    of_token = 2 * CheckpointSpec.num_key_value_heads * CheckpointSpec.head_dim * FLOAT32_BYTES  # keys and values of one layer
-    layers = -(-len(cell.layers) // cell.kv_groups)
-    return max(least, CPU_TIERS * num_gpu_blocks * cell.block * layers * of_token)
+    of_token = CheckpointSpec.kv_bytes_of_token(-(-len(cell.layers) // cell.kv_groups))
+    return max(least, CPU_TIERS * num_gpu_blocks * cell.block * of_token)
 
 
 class CellRun:

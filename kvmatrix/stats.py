@@ -6,6 +6,7 @@ layout, hash seed, where the allocator put what), so more rounds make no interva
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -124,6 +125,12 @@ def ratio_interval(numerator: Rounds, denominator: Rounds) -> Interval:
     logs = block_ratios(numerator, denominator)
     if len(logs) < 2:
         raise ValueError("one block has no interval: need two or more")
+    return _bootstrapped(tuple(logs))
+
+
+@functools.cache
+def _bootstrapped(logs: tuple[float, ...]) -> Interval:
+    """The interval of the blocks' log ratios; sentences, tables and plots of a row all ask for the same ones."""
     # Slow to import, and most of the commands that import this module measure nothing.
     from scipy.stats import bootstrap
 

@@ -15,6 +15,8 @@ from kvmatrix.probes import random_prompt
 
 HIT_WORKLOADS = ("device-hit", "pure-cpu-hit", "mixed-aligned", "mixed-misaligned")
 """In the order in which a prompt goes through them: the one that stock answers wrongly comes last."""
+TRACE = ("multi-turn", "no-offload")
+"""The same conversations, with the connector and without."""
 CONVERSATIONS = 3
 POPULARITY = 1.1
 """Exponent of Zipf's law, by which the next conversation is chosen."""
@@ -60,6 +62,8 @@ class WorkloadRunner:
         self.block_bytes = engine.worker_state()["block_bytes"]
         self._cold: dict[tuple[int, int], Timed] = {}
         """By seed and length of the prompt."""
+        self._trace: list[list[int]] = []
+        """Prompts of the conversations that go on, from their first turn."""
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request of ``workload``, as the fields of :class:`kvmatrix.records.BenchRequest` and ``token_ids``.
@@ -68,7 +72,7 @@ class WorkloadRunner:
         another than the geometry's.
         """
         workload, seed = request["workload"], request["seed"]
-        if workload in ("multi-turn", "no-offload"):
+        if workload in TRACE:
             return self._turn(seed, request["turn"])
         length = request.get("length", self.geometry["prompt"])
         prompt = random_prompt(length, self.vocab, seed)
@@ -96,8 +100,8 @@ class WorkloadRunner:
     def _turn(self, seed: int, turn: int) -> dict[str, Any]:
         if turn == 0:
             self.engine.reset_device()
-        prompts = conversation_prompts(self.geometry["prompt"], self.geometry["turns"], self.vocab, seed)
-        _, fields = self._timed(prompts[turn], -1)
+            self._trace = conversation_prompts(self.geometry["prompt"], self.geometry["turns"], self.vocab, seed)
+        _, fields = self._timed(self._trace[turn], -1)
         return fields
 
     def _timed(self, prompt: list[int], prefix: int) -> tuple[Timed, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -275,6 +276,18 @@ def run_in_env(pin_env: PinEnv, tmp_path_factory: pytest.TempPathFactory) -> Cal
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def told_in_env(run_in_env: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
+    """As ``run_in_env``, without a GPU and with no other plug-in; the code's last line is JSON, and comes back."""
+
+    def told(code: str, stdin: str = "", **variables: str | None) -> Any:
+        done = run_in_env(code, stdin, CUDA_VISIBLE_DEVICES="", VLLM_PLUGINS="kvmatrix", **variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return told
 
 
 @pytest.fixture

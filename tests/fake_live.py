@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Answer = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -18,10 +18,10 @@ class FakeLive:
         self.started: list[dict[str, dict[str, Any]]] = []
         self.open = 0
 
-    def start_all(self, jobs: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[str, dict[str, Any]]]:
+    def start_all(self, jobs: dict[str, dict[str, Any]], name: str) -> dict[str, tuple[str, dict[str, Any]]]:
         assert self.open == 1, "the processes of a block end before those of the next one start"
-        self.started.append({job["arm"]: job for job, _ in jobs})
-        return [(job["arm"], dict(self.told_ready)) for job, _ in jobs]
+        self.started.append(jobs)
+        return {arm: (arm, dict(self.told_ready)) for arm in jobs}
 
     def ask(self, child: str, request: dict[str, Any]) -> dict[str, Any]:
         self.asked.append((child, request))

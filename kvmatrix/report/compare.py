@@ -5,18 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from kvmatrix.cells import STOCK
 from kvmatrix.live import AGAIN
 from kvmatrix.records import EXECUTED, BenchRequest, PerfRow
-from kvmatrix.stats import MIN_BLOCKS, Interval, ratio_interval, verdict
+from kvmatrix.stats import MIN_BLOCKS, Interval, Verdict, ratio_interval, verdict
 
 UNSOUND = "unsound answer"
 WRONG = "wrong output"
 STOCK_UNSOUND = "stock's answer is unsound"
 NO_AGAIN = "unresolved (no A/A)"
-VERDICTS = ("faster", "slower", "no clear change", "unresolved", NO_AGAIN)
+VERDICTS = (*get_args(Verdict), NO_AGAIN)
 
 Requests = Sequence[Sequence[BenchRequest]]
 
